@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real verl, real Ray, two real vLLM replicas, a tiny model: what a user's run must show."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+STEPS = (1, 2)
+PROMPTS, N = 4, 4
+
+
+def test_the_run_finishes(grpo_war):
+    assert grpo_war.code == 0, grpo_war.output[-5000:]
+    assert grpo_war.summary["status"] == "finished"
+    assert [s["step"] for s in grpo_war.summary["steps"]] == list(STEPS)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_all_groups_are_complete(grpo_war, step):
+    groups: dict[str, set[int]] = {}
+    for t in grpo_war.trajectories():
+        if t["step"] == step:
+            groups.setdefault(t["group"], set()).add(t["session"])
+    assert len(groups) == PROMPTS
+    assert all(sessions == set(range(N)) for sessions in groups.values())
+    assert grpo_war.step(step)["war/rollout/trajectories"] == PROMPTS * N
+
+
+def test_trajectories_have_several_turns(grpo_war):
+    assert max(len(t["replicas"]) for t in grpo_war.trajectories()) >= 3
+
+
+def test_each_trajectory_stays_on_one_replica_and_both_replicas_work(grpo_war):
+    homes = [set(t["replicas"]) for t in grpo_war.trajectories()]
+    assert all(len(home) == 1 for home in homes)
+    assert len(set.union(*homes)) == 2
+    assert all(grpo_war.step(s)["war/sched/sticky_rate"] == 1.0 for s in STEPS)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_drafts_are_accepted_and_log_probs_are_those_of_the_actor(grpo_war, step):
+    metrics = grpo_war.step(step)
+    assert 0 < metrics["war/spec/accepted_tokens"] <= metrics["war/spec/draft_tokens"]
+    assert metrics["training/rollout_probs_diff_valid"] == 1
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_text_of_a_sibling_on_the_other_replica_is_drafted_from(grpo_war):
+    assert sum(grpo_war.step(s)["war/spec/draft_tokens_fed"] for s in STEPS) > 0
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_metrics_add_up(grpo_war, step):
+    m = grpo_war.step(step)
+    assert m["war/cache/cached_tokens"] + m["war/cache/computed_tokens"] == m["war/cache/prompt_tokens"] > 0
+    assert m["war/rollout/generated_tokens"] == pytest.approx(m["war/rollout/tokens_per_s"] * m["war/rollout/seconds"])
+    assert m["war/spec/mean_acceptance_length"] == pytest.approx(
+        1 + m["war/spec/accepted_tokens"] / m["war/spec/drafts"]
+    )
+    assert all(math.isfinite(v) for k, v in m.items() if k.startswith("war/"))
+
+
+def test_every_war_metric_is_documented(grpo_war):
+    from war_rl.metrics_registry import is_documented
+
+    unknown = {k for s in STEPS for k in grpo_war.step(s) if k.startswith("war") and not is_documented(k)}
+    assert not unknown
+
+
+def test_both_replicas_hold_the_trained_weights(grpo_war):
+    """The sums that the replicas report after step 2 are those of the checkpoint written in step 2."""
+    from safetensors.torch import load_file
+
+    from tests.support.tiny_run import tiny_model
+
+    def total(folder):
+        weights = load_file(folder / "model.safetensors")
+        return sum(float(w.double().sum()) for n, w in weights.items() if n.endswith("norm.weight"))
+
+    trained = total(grpo_war.folder / "run/global_step_2/actor/huggingface")
+    assert trained != total(tiny_model())
+    metrics = grpo_war.step(2)
+    assert metrics["war/sync/replicas"] == 2
+    assert metrics["war/sync/weights_changed"] == 1.0
+    assert metrics["war/sync/weight_sum"] == pytest.approx(trained, rel=1e-7)
+
+
+def test_ppo_with_a_critic(ppo_war):
+    assert ppo_war.code == 0, ppo_war.output[-5000:]
+    metrics = ppo_war.step(1)
+    assert math.isfinite(metrics["critic/vf_loss"])
+    assert metrics["war/spec/accepted_tokens"] > 0
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_the_stock_rollout_runs_the_same_job(grpo_vllm):
+    assert grpo_vllm.code == 0, grpo_vllm.output[-5000:]
+    metrics = grpo_vllm.step(1)
+    assert metrics["war/spec/drafts"] == 0
+    assert metrics["war/rollout/trajectories"] == PROMPTS * N
+    assert (
+        metrics["war/cache/cached_tokens"] + metrics["war/cache/computed_tokens"] == metrics["war/cache/prompt_tokens"]
+    )
+    assert metrics["training/rollout_probs_diff_max"] < 1e-5

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The floors: what decides must not drag in engines, trainers or clusters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("ray", "torch", "vllm", "verl", "hydra", "transformers")
+PURE = [
+    "war_rl.types",
+    "war_rl.config",
+    "war_rl.metrics",
+    "war_rl.progress",
+    "war_rl.summary",
+    "war_rl.spec.drafter",
+    "war_rl.rollout.scheduler",
+    "war_rl.traces.model",
+    "war_rl.compat",
+    "war_rl.cli",
+]
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_a_pure_module_imports_nothing_heavy(module):
+    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"

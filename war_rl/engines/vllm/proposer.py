@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM side of drafting: turns the model runner's batch into what :class:`war_rl.spec.drafter.Drafter` reads.
+
+vLLM loads the class by its dotted name (``speculative_config={"method": "custom_class", "model": PROPOSER}``) and calls
+``propose`` after each engine step's bookkeeping. It passes neither request ids nor sampling parameters, so the worker
+extension binds the model runner once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import SamplingParams
+
+from war_rl.config import SpecConfig, load_config
+from war_rl.spec.drafter import Drafter, RequestView
+from war_rl.types import FeedItem, TrajectoryId, decode_request_id
+
+logger = logging.getLogger(__name__)
+
+PROPOSER = "war_rl.engines.vllm.proposer.WarProposer"
+
+
+def verifier_honours(params: SamplingParams | None) -> str:
+    """Name of the first sampling parameter that vLLM's rejection sampler does not honour; "" when all are fine.
+
+    The sampler verifies against temperature, top-k, top-p and penalties; min-p and logit bias are ignored there
+    (vllm#42744), structured output and prompt log-probs take other paths. An unknown request must not draft either.
+    """
+    if params is None:
+        return "unknown sampling parameters"
+    if getattr(params, "min_p", 0.0):
+        return "min_p"
+    if getattr(params, "logit_bias", None):
+        return "logit_bias"
+    if getattr(params, "structured_outputs", None) is not None:
+        return "structured_outputs"
+    if getattr(params, "prompt_logprobs", None):
+        return "prompt_logprobs"
+    if getattr(params, "bad_words", None):
+        return "bad_words"
+    if getattr(params, "min_tokens", 0):
+        return "min_tokens"
+    if getattr(params, "allowed_token_ids", None):
+        return "allowed_token_ids"
+    return ""
+
+
+class WarProposer:
+    """Drafts from suffix trees keyed by trajectory. One instance for each model runner."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = vllm_config.additional_config["war"]
+        self._config: SpecConfig = load_config({"spec": settings["spec"]}).spec
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._max_draft: int = vllm_config.speculative_config.num_speculative_tokens
+        stop = frozenset(int(t) for t in settings.get("stop_token_ids", ()))
+        self._drafter = Drafter(self._config, stop_token_ids=stop, clock=time.perf_counter)
+        self._runner: Any = None
+        self._known: dict[str, tuple[TrajectoryId | None, bool]] = {}
+        self._refused: set[str] = set()
+        self._refusals = 0
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM asks every proposer to load its model; this one has none."""
+
+    def bind(self, runner: Any) -> None:
+        """Give the proposer the model runner whose ``input_batch`` and ``requests`` it reads."""
+        self._runner = runner
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft tokens for each row of the batch, in batch order; called by vLLM after every engine step."""
+        if self._runner is None:
+            # Only vLLM's own warm-up runs before bind().
+            return [[] for _ in sampled_token_ids]
+        views = [
+            self._view(row, len(sampled), int(num_tokens_no_spec[row]), token_ids_cpu)
+            for row, sampled in enumerate(sampled_token_ids)
+        ]
+        if len(self._known) > 4 * len(views) + 64:
+            self._known = {view.key: self._known[view.key] for view in views}
+        return self._drafter.propose(views)
+
+    def _view(self, row: int, sampled: int, length: int, token_ids_cpu: np.ndarray) -> RequestView:
+        batch = self._runner.input_batch
+        key = batch.req_ids[row]
+        trajectory, draftable = self._identify(key)
+        state = self._runner.requests.get(key)
+        prompt = int(batch.num_prompt_tokens[row])
+        room = self._max_model_len - length - 1
+        params = state.sampling_params if state is not None else None
+        if params is not None and params.max_tokens is not None:
+            # The step that verifies k drafts commits up to k + 1 tokens.
+            room = min(room, params.max_tokens - (length - prompt) - 1)
+        return RequestView(
+            key=key,
+            trajectory=trajectory,
+            tokens=token_ids_cpu[row, :length],
+            prompt_tokens=prompt,
+            sampled=sampled,
+            draftable=draftable,
+            max_draft=max(0, min(self._max_draft, room)),
+        )
+
+    def _identify(self, key: str) -> tuple[TrajectoryId | None, bool]:
+        known = self._known.get(key)
+        if known is None:
+            decoded = decode_request_id(key)
+            state = self._runner.requests.get(key)
+            reason = verifier_honours(state.sampling_params if state is not None else None)
+            if reason:
+                self._refuse(reason)
+            known = (decoded[0] if decoded else None, not reason)
+            self._known[key] = known
+        return known
+
+    def _refuse(self, reason: str) -> None:
+        self._refusals += 1
+        if reason not in self._refused:
+            self._refused.add(reason)
+            logger.warning("War-RL does not draft for requests with %s: vLLM's verifier does not honour it", reason)
+
+    def feed(self, items: list[FeedItem]) -> None:
+        self._drafter.feed(items)
+        self._drafter.idle()
+
+    def begin_step(self, step: int) -> None:
+        self._drafter.begin_step(step)
+
+    def counters(self) -> dict[str, float]:
+        return {**self._drafter.counters(), "requests_not_draftable": float(self._refusals)}

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM clients: verl's own with a record of every turn, and the WAR client on top of it.
+
+``MeasuredClient`` changes nothing about routing; it serves ``trainer.rollout=vllm`` so that both rollouts are measured
+by the same code. ``WarClient`` tells the router and the engine which trajectory a turn belongs to.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextvars import ContextVar
+from typing import Any
+from uuid import uuid4
+
+import ray
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
+from war_rl.trainers.verl.feed import FeedPublisher
+from war_rl.trainers.verl.settings import war_config
+from war_rl.types import FeedItem, TrajectoryId, TurnRecord, TurnRequest, TurnResult, as_tokens, encode_request_id
+
+logger = logging.getLogger(__name__)
+
+_TURN: ContextVar[TurnRecord | None] = ContextVar("war_turn", default=None)
+_KEY: ContextVar[str] = ContextVar("war_turn_key", default="")
+
+
+class MeasuredClient(LLMServerClient):
+    """verl's client; each turn of a known trajectory leaves a :class:`TurnRecord` in its episode."""
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
+        episode = CURRENT_EPISODE.get()
+        turn = TurnRecord(
+            turn=episode.next_turn() if episode else 0,
+            replica="",
+            prompt_tokens=len(prompt_ids),
+            cached_tokens=None,
+            generated_tokens=0,
+            started=time.monotonic(),
+            queue_seconds=0.0,
+            seconds=0.0,
+        )
+        token = _TURN.set(turn)
+        try:
+            output = await self._generate(episode, turn, request_id, prompt_ids, kwargs)
+            turn.generated_tokens = len(output.token_ids)
+            turn.cached_tokens = output.extra_fields.get("num_cached_tokens")
+            turn.preemptions = max(0, output.num_preempted or 0)
+            return output
+        except BaseException as error:
+            turn.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            turn.seconds = time.monotonic() - turn.started - turn.queue_seconds
+            _TURN.reset(token)
+            if episode is not None:
+                episode.record.turns.append(turn)
+
+    async def _generate(
+        self, episode: Episode | None, turn: TurnRecord, request_id: str, prompt_ids: list[int], kwargs: dict[str, Any]
+    ) -> TokenOutput:
+        return await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
+        turn = _TURN.get()
+        asked = time.monotonic()
+        server_id, server = await super()._acquire_server(request_id, **extra)
+        if turn is not None:
+            turn.queue_seconds += time.monotonic() - asked
+            turn.replica = server_id
+        return server_id, server
+
+
+class WarClient(MeasuredClient):
+    """Announces each turn's trajectory to the router and in the engine's request id, and feeds finished text."""
+
+    def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
+        super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
+        self._publisher: FeedPublisher | None = None
+
+    @property
+    def publisher(self) -> FeedPublisher:
+        """This process's feed; made at first use because the client travels to the workers by pickle."""
+        if self._publisher is None:
+            self._publisher = FeedPublisher(self._load_balancer, war_config(self.config).spec)
+        return self._publisher
+
+    async def _generate(
+        self, episode: Episode | None, turn: TurnRecord, request_id: str, prompt_ids: list[int], kwargs: dict[str, Any]
+    ) -> TokenOutput:
+        # A caller outside of any episode may use one request_id for many requests at once: the key must not repeat.
+        key = f"anonymous-{uuid4().hex}" if episode is None else encode_request_id(episode.trajectory, turn.turn)
+        result: TurnResult | None = None
+        token = _KEY.set(key)
+        try:
+            output = await LLMServerClient.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
+            result = TurnResult(
+                generated_tokens=len(output.token_ids),
+                cached_tokens=output.extra_fields.get("num_cached_tokens"),
+                preemptions=max(0, output.num_preempted or 0),
+                seconds=time.monotonic() - turn.started - turn.queue_seconds,
+            )
+        except Exception as error:
+            result = TurnResult(error=f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            _KEY.reset(token)
+            # result is None when the task was cancelled. Not awaited: a release must never hold a trajectory up.
+            self._load_balancer.release_turn.remote(key, result)
+        if episode is not None:
+            self._feed(episode, prompt_ids, output.token_ids)
+        return output
+
+    def _feed(self, episode: Episode, prompt_ids: list[int], generated: list[int]) -> None:
+        """Send what this turn added: the environment's text since the last turn, and the model's."""
+        tokens = [*prompt_ids, *generated]
+        start, tail = episode.fed_tokens, episode.fed_tail
+        if start > len(tokens) or tokens[start - len(tail) : start] != tail:
+            # The agent loop rewrote its history (a summary, a truncation): what was fed stays valid text of its own.
+            self.publisher.count_rewritten()
+            start = len(prompt_ids)
+        if start < len(tokens):
+            self.publisher.publish(FeedItem(episode.trajectory, start, as_tokens(tokens[start:]), sent=time.time()))
+        episode.fed_tokens, episode.fed_tail = len(tokens), tokens[-16:]
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
+        turn, episode, key = _TURN.get(), CURRENT_EPISODE.get(), _KEY.get()
+        params = extra.get("sampling_params") or {}
+        request = TurnRequest(
+            key=key,
+            trajectory=episode.trajectory if episode is not None else _anonymous(request_id),
+            turn=turn.turn if turn is not None else 0,
+            prompt_tokens=len(extra.get("prompt_ids") or ()),
+            max_tokens=int(params.get("max_tokens") or params.get("max_new_tokens") or 0),
+        )
+        asked = time.monotonic()
+        server_id, server, reason = await self._load_balancer.acquire_turn.remote(request)
+        if turn is not None:
+            turn.queue_seconds += time.monotonic() - asked
+            turn.replica, turn.reason = server_id, reason
+        return server_id, server
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        """Done by ``_generate``, which knows the outcome."""
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        # An anonymous request keeps verl's fresh id for each turn: the caller's may repeat.
+        return _KEY.get() if CURRENT_EPISODE.get() is not None else super()._vllm_request_id(request_id)
+
+
+def _anonymous(request_id: str) -> TrajectoryId:
+    return TrajectoryId(uid=f"anonymous-{request_id}", session=0, step=-1)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is every replica alive, and if not, what killed it?
+
+A dead vLLM engine reaches the trainer only as failed trajectories; its cause stands in the engine's own log. The probe
+below runs inside the server actor (War-RL's or verl's stock one alike) and brings the cause along.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+
+class ReplicaDead(RuntimeError):
+    """A rollout replica is dead. The message holds the engine's own error."""
+
+
+@dataclass(frozen=True)
+class ReplicaHealth:
+    """One replica's state; ``cause`` says what is wrong with it, "" for a healthy one."""
+
+    server_id: str
+    cause: str
+
+
+def probe(server: Any) -> str:
+    """Runs inside the server actor: "" for a healthy engine, else what is known about its death."""
+    engine = getattr(server, "engine", None)
+    if engine is None or not getattr(engine, "errored", False):
+        return ""
+    manager = getattr(engine.engine_core.resources, "engine_manager", None)
+    exits = []
+    for process in getattr(manager, "processes", None) or ():
+        code = process.exitcode
+        if code is not None and code < 0:
+            exits.append(f"{process.name} (pid {process.pid}) was killed by {signal.Signals(-code).name}")
+        elif code is not None:
+            exits.append(f"{process.name} (pid {process.pid}) exited with code {code}")
+    text = "; ".join(exits) or "the engine stopped"
+    last = _last_error(os.getpid())
+    return f"{text}. Its last error: {last}" if last else text
+
+
+def _last_error(pid: int) -> str:
+    """The last exception in this actor's Ray log, where vLLM's engine process writes too."""
+    folder = os.path.join(ray._private.worker._global_node.get_logs_dir_path())
+    lines: list[str] = []
+    for path in glob.glob(os.path.join(folder, f"worker-*-{pid}.err")) + glob.glob(
+        os.path.join(folder, f"worker-*-{pid}.out")
+    ):
+        with open(path, errors="replace") as file:
+            lines += file.readlines()[-2000:]
+    errors = [
+        line.split("] ", 1)[-1].strip()
+        for line in lines
+        if ("Error:" in line or "Exception:" in line) and "EngineDeadError" not in line
+    ]
+    return errors[-1][:500] if errors else ""
+
+
+def check_replicas(servers: dict[str, Any], timeout_s: float) -> list[ReplicaHealth]:
+    """Probe all replicas at once; one that does not answer in time, or whose actor died, counts as dead."""
+    refs = {server_id: handle.__ray_call__.remote(probe) for server_id, handle in servers.items()}
+    ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+    result = []
+    for server_id, ref in refs.items():
+        try:
+            cause = ray.get(ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            cause = f"no answer for {timeout_s:g} s"
+        except ray.exceptions.RayError as error:
+            cause = f"its actor is gone: {error}"
+        result.append(ReplicaHealth(server_id, cause))
+    return result
+
+
+def raise_if_dead(health: list[ReplicaHealth]) -> None:
+    """Raises:
+    ReplicaDead: naming each dead replica and its cause.
+    """
+    dead = [h for h in health if h.cause]
+    if dead:
+        raise ReplicaDead("; ".join(f"rollout replica {h.server_id} is dead: {h.cause}" for h in dead))

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job: ``war-rl train [hydra overrides]`` or ``python -m war_rl.trainers.verl.main_ppo [hydra overrides]``.
+
+Everything that can be refused is refused here, before Ray starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from war_rl.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONFIG = "war_ppo_trainer"
+
+
+def choose_platform() -> str:
+    """ "cpu" or "gpu": the configuration group to compose with, also told to verl through VERL_PLATFORM.
+
+    The user's VERL_PLATFORM wins; otherwise "cpu" only where verl finds no accelerator.
+    """
+    from verl.plugin.platform import get_platform
+
+    name = "cpu" if get_platform().device_name == "cpu" else "gpu"
+    if name == "cpu":
+        os.environ.setdefault("VERL_PLATFORM", "cpu")
+    os.environ.setdefault("WAR_PLATFORM", name)
+    return name
+
+
+def compose(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> Any:
+    """The whole trainer configuration.
+
+    Raises:
+        ConfigError: Hydra refused an override; the message is Hydra's own first lines.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from war_rl.prepare import default_model_dir
+
+    # What `war-rl prepare` makes; the demonstration's configuration reads it from here.
+    os.environ.setdefault("WAR_MODEL", str(default_model_dir()))
+    try:
+        with initialize_config_module("war_rl.configs", version_base=None):
+            return hydra_compose(config_name, overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, overrides)) from error
+
+
+def _explain(error: Exception, overrides: list[str]) -> str:
+    text = str(error)
+    war_keys = [o for o in overrides if o.lstrip("+~").startswith("war.")]
+    if "is not in struct" in text and war_keys:
+        # Hydra names only the last part of the key; our own check names all of it and the closest known one.
+        from war_rl.config import load_config
+
+        for override in war_keys:
+            key, _, value = override.lstrip("+~").removeprefix("war.").partition("=")
+            nested: Any = value
+            for part in reversed(key.split(".")):
+                nested = {part: nested}
+            try:
+                load_config(nested)
+            except ConfigError as known:
+                if "unknown key" in str(known):
+                    return str(known)
+    return text
+
+
+def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
+    """Train. Returns the process's exit code: 0 done, 2 refused before start.
+
+    Exceptions of a started run pass through.
+    """
+    from war_rl.compat import check_versions
+
+    problems = check_versions()
+    if problems:
+        for problem in problems:
+            print(f"war-rl: {problem}", file=sys.stderr)
+        return 2
+    show_config = "--cfg" in overrides
+    overrides = [o for o in overrides if o not in ("--cfg", "job")] if show_config else overrides
+    try:
+        platform = choose_platform()
+        config = compose(overrides, config_name)
+        _check_all(config)
+    except ConfigError as error:
+        print(f"war-rl: configuration refused: {error}", file=sys.stderr)
+        return 2
+    if show_config:
+        from omegaconf import OmegaConf
+
+        print(OmegaConf.to_yaml(config, resolve=True))
+        return 0
+    folder = _prepare_run_folder(config)
+    print(f"war-rl: rollout={config.trainer.rollout} platform={platform} run folder {folder}", flush=True)
+    _train(config)
+    _print_summary(folder)
+    return 0
+
+
+def _check_all(config: Any) -> None:
+    from hydra.errors import HydraException
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    from war_rl.trainers.verl.plugin import assert_registered
+    from war_rl.trainers.verl.settings import check
+
+    assert_registered()
+    check(config)
+    try:
+        validate_config(
+            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+        )
+    except (AssertionError, ValueError, HydraException) as error:
+        raise ConfigError(f"verl refuses this configuration: {error}") from error
+
+
+def _prepare_run_folder(config: Any) -> Path:
+    """Make the run folder absolute (Ray's processes may run elsewhere) and send W&B's files there."""
+    from omegaconf import open_dict
+
+    from war_rl import wandb_mode
+
+    folder = Path(config.trainer.default_local_dir).expanduser().resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_dict(config):
+        config.trainer.default_local_dir = str(folder)
+        runtime_env = config.ray_kwargs.ray_init.setdefault("runtime_env", {})
+        env_vars = runtime_env.setdefault("env_vars", {})
+        if "wandb" in config.trainer.logger:
+            wandb_mode.from_process(folder)
+        # A cluster that runs already does not inherit this process's environment.
+        for name in ("WANDB_MODE", "WANDB_DIR", "VERL_PLATFORM", "WAR_PLATFORM"):
+            if name in os.environ:
+                env_vars[name] = os.environ[name]
+    return folder
+
+
+def _train(config: Any) -> None:
+    import ray
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+    from verl.utils.device import auto_set_device
+
+    auto_set_device(config)
+    try:
+        run_ppo(config, task_runner_class=TaskRunnerV1)
+    finally:
+        ray.shutdown()
+
+
+def _print_summary(folder: Path) -> None:
+    from war_rl.summary import format_table, load_summary
+
+    path = folder / "summary.json"
+    print(format_table(load_summary(path)))
+    print(f"war-rl: summary in {path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

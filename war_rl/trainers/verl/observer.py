@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches one rollout at a time from inside the trainer: progress, health, and the step's ``war/...`` metrics.
+
+Works for both rollouts: it reads the replicas' ``/metrics``, the agent-loop workers' records and, where they exist, the
+router's and the drafters' own counters.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from war_rl.config import WarConfig
+from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
+from war_rl.progress import Progress, ProgressLine
+from war_rl.trainers.verl.health import ReplicaDead, check_replicas, raise_if_dead
+from war_rl.types import TrajectoryRecord
+
+logger = logging.getLogger(__name__)
+
+_HTTP_TIMEOUT_S = 10.0
+_CALL_TIMEOUT_S = 30.0
+
+
+class RolloutObserver:
+    """One for each trainer. ``begin`` before the first trajectory is submitted, ``end`` after the last is in."""
+
+    def __init__(self, war: WarConfig, servers: Mapping[str, Any], router: Any, is_war: bool) -> None:
+        self._war = war
+        self._servers = dict(servers)
+        self._router = router
+        self._is_war = is_war
+        self._manager: Any = None
+        self._engine: dict[str, dict[str, float]] = {}
+        self._spec: dict[str, dict[str, float]] = {}
+        self._feed: list[dict[str, float]] = []
+        self._line: ProgressLine | None = None
+        self._total = 0
+        self._validate = False
+        self._began = 0.0
+        self._next_health = 0.0
+        self._next_progress = 0.0
+        self.records: list[TrajectoryRecord] = []
+
+    def attach(self, manager: Any) -> None:
+        """The agent-loop manager exists only once the trainer starts to fit."""
+        self._manager = manager
+
+    def begin(self, label: str, total: int, validate: bool) -> None:
+        """A rollout of ``total`` trajectories starts now."""
+        self._engine = self._read_engines()
+        self._spec = self._read_drafters()
+        self._feed = self._call_workers("war_feed_counters")
+        self._line = ProgressLine(label, clock=time.monotonic, mode=self._war.progress, speaker=True)
+        self._total, self._validate = total, validate
+        self._began = time.monotonic()
+        self._next_health = self._next_progress = self._began + self._war.fault.health_interval_s
+
+    def poll(self) -> None:
+        """Called often while trajectories come in.
+
+        Raises:
+            ReplicaDead: a replica died; names it and its engine's own error.
+        """
+        now = time.monotonic()
+        if now >= self._next_health:
+            self.check_health()
+            self._next_health = time.monotonic() + self._war.fault.health_interval_s
+        if now >= self._next_progress and self._line is not None:
+            self._line.update(self._progress(now))
+            self._next_progress = time.monotonic() + 1.0
+
+    def check_health(self) -> None:
+        """Raises:
+        ReplicaDead: a replica is dead.
+        """
+        raise_if_dead(check_replicas(self._servers, self._war.fault.health_timeout_s))
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to report when a rollout failed with ``error``: a dead replica, the trajectories' own errors, or itself."""
+        try:
+            self.check_health()
+        except ReplicaDead as dead:
+            return dead
+        errors = [text for state in self._call_workers("war_progress") for text in state["errors"]]
+        if not errors:
+            return error
+        return RuntimeError(f"{error} The trajectories failed with: {'; '.join(dict.fromkeys(errors))}")
+
+    def end(self) -> dict[str, float]:
+        """Metrics of the rollout that began last; also keeps its records in ``records``."""
+        seconds = time.monotonic() - self._began
+        self.records = [r for part in self._call_workers("war_take_records", self._validate) for r in part]
+        if self._line is not None:
+            self._line.update(self._final_progress(seconds))
+            self._line.close()
+        engine = self._change(self._engine, self._read_engines())
+        spec = self._change(self._spec, self._read_drafters())
+        feed = add_up(delta(a, b) for a, b in zip(self._feed, self._call_workers("war_feed_counters"), strict=True))
+        sched = ray.get(self._router.take_step_stats.remote(self._validate)) if self._is_war else {}
+        for record in self.records:
+            if record.error:
+                name = f"{record.trajectory.uid}/{record.trajectory.session}"
+                logger.warning("trajectory %s failed: %s", name, record.error)
+        prefix = "val/" if self._validate else ""
+        merged = {**spec, **{f"{prefix}{name}": value for name, value in feed.items()}}
+        return step_metrics(
+            self.records, seconds=seconds, engine=engine, sched=sched, spec=merged, validate=self._validate
+        )
+
+    # ------------------------------------------------------------------ reading
+
+    def _read_engines(self) -> dict[str, dict[str, float]]:
+        return {server_id: _read_metrics(server_id) for server_id in self._servers}
+
+    def _read_drafters(self) -> dict[str, dict[str, float]]:
+        if not self._is_war:
+            return {}
+        refs = {server_id: server.war_counters.remote() for server_id, server in self._servers.items()}
+        return {server_id: ray.get(ref, timeout=_CALL_TIMEOUT_S) for server_id, ref in refs.items()}
+
+    @staticmethod
+    def _change(before: Mapping[str, dict[str, float]], after: Mapping[str, dict[str, float]]) -> dict[str, float]:
+        return add_up(delta(before.get(server_id, {}), values) for server_id, values in after.items())
+
+    def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        if self._manager is None:
+            return []
+        return list(self._manager.war_call(method, *args, timeout=_CALL_TIMEOUT_S))
+
+    def _progress(self, now: float) -> Progress:
+        states = self._call_workers("war_progress")
+        return Progress(
+            finished=sum(s["finished"] for s in states),
+            total=self._total,
+            generated_tokens=sum(s["generated_tokens"] for s in states),
+            elapsed=now - self._began,
+            regimes=self._regimes(),
+            extra={"failed": f"{failed}"} if (failed := sum(s["failed"] for s in states)) else {},
+        )
+
+    def _final_progress(self, seconds: float) -> Progress:
+        generated = sum(turn.generated_tokens for record in self.records for turn in record.turns)
+        return Progress(max(len(self.records), self._total), self._total, generated, seconds)
+
+    def _regimes(self) -> dict[str, str]:
+        """Load regime of each replica, by the drafting threshold; nothing for the stock rollout."""
+        if not self._is_war:
+            return {}
+        running = ray.get(self._router.snapshot.remote(), timeout=_CALL_TIMEOUT_S)["running"]
+        limit = self._war.spec.max_running
+        return {f"replica{i}": "high" if count > limit else f"low({count})" for i, count in enumerate(running.values())}
+
+
+def _read_metrics(server_id: str) -> dict[str, float]:
+    """One replica's engine counters; empty, with a warning, when it does not answer."""
+    try:
+        # verl binds this port; the address is the one it registered itself under.
+        with urllib.request.urlopen(f"http://{server_id}/metrics", timeout=_HTTP_TIMEOUT_S) as response:
+            return parse_prometheus(response.read().decode())
+    except (OSError, ValueError) as error:
+        logger.warning("no engine counters from replica %s: %s", server_id, error)
+        return {}

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The WAR replica: verl's vLLM replica with a drafter in the engine and the calls that feed and read it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from war_rl.config import ConfigError, WarConfig, load_config
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "war_rl.engines.vllm.extension.WarWorkerExtension"
+CPU_WORKER_EXTENSION = "war_rl.engines.vllm.extension.CpuWorkerExtension"
+
+
+def war_config_of(rollout_config: Any) -> WarConfig:
+    """The ``war:`` section as it reaches a replica, through verl's ``rollout.custom``.
+
+    Raises:
+        ConfigError: the section did not arrive.
+    """
+    custom = rollout_config.get("custom") or {}
+    if not isinstance(custom, Mapping) or "war" not in custom:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.custom.war is missing: compose the configuration on war_ppo_trainer "
+            "(--config-path pkg://war_rl.configs --config-name war_ppo_trainer)"
+        )
+    return load_config(custom["war"])
+
+
+def can_draft(war: WarConfig, replica_rank: int) -> bool:
+    """Whether the replica of this rank loads a drafter at all (loading one has a price on GPUs)."""
+    del replica_rank
+    return war.spec.policy != "off"
+
+
+class WarHttpServer(vLLMHttpServer):
+    """verl's vLLM server with a drafter in its engine.
+
+    ``generate`` is verl's own; only what the engine is started with differs, and control calls are added.
+    """
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        self._war = war_config_of(self.config)
+        self._war_can_draft = can_draft(self._war, self.replica_rank)
+        extension = engine_kwargs.get("worker_extension_cls")
+        if extension not in (None, WORKER_EXTENSION, CPU_WORKER_EXTENSION):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={extension!r} cannot be combined "
+                f"with trainer.rollout=war, whose replicas need {WORKER_EXTENSION}; derive yours from it, or use "
+                "trainer.rollout=vllm"
+            )
+        # A value here would win over _get_worker_extension_cls.
+        engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
+        if self._war_can_draft:
+            self._enable_drafting(engine_kwargs)
+
+    def _enable_drafting(self, engine_kwargs: dict[str, Any]) -> None:
+        if engine_kwargs.get("speculative_config"):
+            raise ConfigError(
+                "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config is set, and so is drafting by War-RL: "
+                "remove it, or set war.spec.policy=off to keep it"
+            )
+        from war_rl.engines.vllm.proposer import PROPOSER
+
+        engine_kwargs["speculative_config"] = {
+            "method": "custom_class",
+            "model": PROPOSER,
+            "num_speculative_tokens": self._war.spec.max_draft_tokens,
+        }
+        additional = dict(engine_kwargs.get("additional_config") or {})
+        additional["war"] = {"spec": _plain(self.config["custom"]["war"]["spec"]), "stop_token_ids": self._stop_ids()}
+        engine_kwargs["additional_config"] = additional
+
+    def _stop_ids(self) -> list[int]:
+        eos = self.model_config.tokenizer.eos_token_id
+        return [] if eos is None else [int(eos)]
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        output = await super().generate(*args, **kwargs)
+        output.extra_fields["war_replica"] = self.replica_rank
+        return output
+
+    async def war_info(self) -> dict[str, Any]:
+        """What the scheduler must know: KV capacity (tokens), block size (tokens), batch bound, whether it drafts."""
+        cache = self.engine.vllm_config.cache_config
+        blocks = cache.num_gpu_blocks or 0
+        return {
+            "replica": self.replica_rank,
+            "kv_tokens": int(blocks) * int(cache.block_size),
+            "block_size": int(cache.block_size),
+            "max_running": int(self.config.max_num_seqs),
+            "can_draft": self._war_can_draft,
+        }
+
+    async def war_feed(self, blob: bytes) -> None:
+        """Pass an encoded feed message to the drafter; returns once the engine has queued it."""
+        if self._war_can_draft and self.node_rank == 0:
+            await self.engine.collective_rpc("war_feed", args=(blob,))
+
+    async def war_begin_step(self, step: int) -> None:
+        """Tell the drafter that the weights of ``step`` are loaded."""
+        if self._war_can_draft and self.node_rank == 0:
+            await self.engine.collective_rpc("war_begin_step", args=(step,))
+
+    async def war_counters(self) -> dict[str, float]:
+        """The drafter's cumulative counters (those of the rank whose drafts are used)."""
+        if not self._war_can_draft or self.node_rank != 0:
+            return {}
+        results = await self.engine.collective_rpc("war_counters")
+        return dict(results[0]) if results else {}
+
+    async def war_weights(self) -> dict[str, float]:
+        """Sums of a few weights as the engine holds them; see ``WarWorkerExtension.war_weights``."""
+        results = await self.engine.collective_rpc("war_weights")
+        return dict(results[0])
+
+
+class WarReplica(vLLMReplica):
+    """A vLLM replica whose server is :class:`WarHttpServer`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(WarHttpServer)
+
+    def _get_server_name_prefix(self) -> str:
+        # verl's ServerAdapter looks its server up as f"{rollout.name}_server_...".
+        return "war_"
+
+
+def _plain(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

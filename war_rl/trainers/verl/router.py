@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router actor: a thin asynchronous shell around the pure :class:`GlobalScheduler`.
+
+It speaks verl's ``RequestLoadBalancer`` protocol (for anything that knows only that) and the richer calls of
+:class:`~war_rl.trainers.verl.client.WarClient`. A turn that may not start yet waits on a future; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import ray
+
+from war_rl.config import SchedulerConfig, load_config
+from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
+from war_rl.types import TrajectoryId, TurnRequest, TurnResult
+
+logger = logging.getLogger(__name__)
+
+# One waiting turn occupies one slot of the actor; far above what a step can have in flight.
+MAX_WAITING = 200_000
+
+
+class Router:
+    """Event in, decisions out, waiters woken. Runs on one asyncio loop, so no state needs a lock."""
+
+    def __init__(self, servers: Mapping[str, Any], yaml_config: Mapping[str, Any] | None = None) -> None:
+        del yaml_config  # verl passes router.yaml; the settings come with configure()
+        self._servers: dict[str, Any] = {}
+        self._waiting: dict[str, asyncio.Future[tuple[str, str]]] = {}
+        self._turns: dict[str, TurnRequest] = {}
+        self._homes: dict[str, str] = {}
+        self._by_request: dict[str, list[str]] = {}
+        self._wakeup: asyncio.TimerHandle | None = None
+        self._scheduler = GlobalScheduler(SchedulerConfig())
+        self._infos: dict[str, ReplicaInfo] = {}
+        self.add_servers(dict(servers))
+
+    # ------------------------------------------------------------------ War-RL's own calls
+
+    def configure(self, war: Mapping[str, Any], infos: Mapping[str, Mapping[str, Any]], seed: int = 0) -> None:
+        """Set the policy and what the replicas reported of themselves. Called once, before the first turn.
+
+        Args:
+            war: the plain ``war:`` section.
+            infos: by server id, what ``WarHttpServer.war_info`` returned.
+            seed: of the scheduler's random choices.
+        """
+        if self._turns or self._waiting:
+            raise RuntimeError("the router cannot be configured while turns are running")
+        self._scheduler = GlobalScheduler(load_config(war).scheduler, seed=seed)
+        now = time.monotonic()
+        for server_id in self._servers:
+            self._infos[server_id] = _replica_info(server_id, infos.get(server_id, {}))
+            self._scheduler.add_replica(self._infos[server_id], now)
+
+    async def acquire_turn(self, request: TurnRequest) -> tuple[str, Any, str]:
+        """Wait until the turn may start. Returns (server id, server handle, reason).
+
+        Raises:
+            RuntimeError: there is no replica left.
+        """
+        if not self._servers:
+            raise RuntimeError("No available servers in load balancer")
+        future: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        self._waiting[request.key] = future
+        self._turns[request.key] = request
+        self._scheduler.submit(request, time.monotonic())
+        self._decide()
+        try:
+            server_id, reason = await future
+        except asyncio.CancelledError:
+            self.release_turn(request.key, None)
+            raise
+        return server_id, self._servers[server_id], reason
+
+    def release_turn(self, key: str, result: TurnResult | None) -> None:
+        """The turn is over; None when it was cancelled. A second release of one turn is ignored."""
+        if self._turns.pop(key, None) is None:
+            return
+        self._homes.pop(key, None)
+        waiter = self._waiting.pop(key, None)
+        if waiter is not None and not waiter.done():
+            waiter.cancel()
+        self._scheduler.release(key, result, time.monotonic())
+        self._decide()
+
+    def finish_trajectory(self, trajectory: TrajectoryId) -> None:
+        """No further turn of this trajectory will come."""
+        self._scheduler.finish(trajectory, time.monotonic())
+        self._decide()
+
+    def weights_updated(self, step: int) -> None:
+        """All replicas hold the weights of ``step``; what they had cached is gone."""
+        self._scheduler.weights_updated(step, time.monotonic())
+
+    def lose_server(self, server_id: str, reason: str) -> None:
+        """A replica is dead: forget it, and let the scheduler place its turns again when their clients ask."""
+        self._servers.pop(server_id, None)
+        self._infos.pop(server_id, None)
+        lost = self._scheduler.remove_replica(server_id, time.monotonic(), reason=reason)
+        for key in lost:
+            # The scheduler has forgotten them; their clients' release must find nothing.
+            self._turns.pop(key, None)
+            self._homes.pop(key, None)
+        logger.error("replica %s is lost (%s); %d turns must run elsewhere", server_id, reason, len(lost))
+        self._decide()
+
+    def get_server_handles(self) -> dict[str, Any]:
+        """Server handles by id; for the feed."""
+        return dict(self._servers)
+
+    def take_step_stats(self, validate: bool) -> dict[str, float]:
+        """``sched/...`` values since the last call, training and validation apart."""
+        return dict(self._scheduler.take_step_stats(validate))
+
+    def snapshot(self) -> dict[str, Any]:
+        """State for the progress line and for debugging."""
+        running = dict.fromkeys(self._servers, 0)
+        for home in self._homes.values():
+            if home in running:
+                running[home] += 1
+        return {"running": running, "waiting": len(self._waiting)}
+
+    # ------------------------------------------------------------------ verl's RequestLoadBalancer protocol
+
+    async def acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        """verl's call, for clients that know nothing of trajectories: sticky by ``request_id``."""
+        request = TurnRequest(
+            key=f"plain-{uuid4().hex}",
+            trajectory=TrajectoryId(uid=f"request-{request_id}", session=0, step=-1),
+            turn=0,
+            prompt_tokens=len(extra.get("prompt_ids") or ()),
+        )
+        self._by_request.setdefault(request_id, []).append(request.key)
+        server_id, handle, _ = await self.acquire_turn(request)
+        return server_id, handle
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        keys = self._by_request.get(request_id or "", [])
+        key = next((k for k in keys if self._homes.get(k) == server_id), None)
+        if key is None:
+            return
+        keys.remove(key)
+        if not keys:
+            del self._by_request[request_id or ""]
+        self.release_turn(key, TurnResult())
+
+    def require_acquire_fields(self) -> list[str]:
+        return ["prompt_ids"]
+
+    def require_release_fields(self) -> list[str]:
+        return ["request_id"]
+
+    def add_servers(self, servers: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        for server_id, handle in servers.items():
+            self._servers[server_id] = handle
+            self._infos.setdefault(server_id, _replica_info(server_id, {}))
+            self._scheduler.add_replica(self._infos[server_id], now)
+        if self._turns:
+            self._decide()
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        for server_id in server_ids:
+            self.lose_server(server_id, "removed")
+
+    def get_all_servers(self) -> list[str]:
+        return list(self._servers)
+
+    def get_inflight_count(self, server_id: str) -> int:
+        return int(self.snapshot()["running"].get(server_id, 0))
+
+    def get_total_inflight(self) -> int:
+        return len(self._turns)
+
+    def get_status(self) -> dict[str, Any]:
+        snapshot = self.snapshot()
+        return {
+            "servers": snapshot["running"],
+            "total_inflight": len(self._turns),
+            "active_servers": len(self._servers),
+            "waiting": snapshot["waiting"],
+        }
+
+    def clear_sticky_cache(self) -> dict[str, Any]:
+        """verl calls this where residency has become worthless; so does a weight update."""
+        self._scheduler.weights_updated(-1, time.monotonic())
+        return {"cleared_entries": 0, "server_loads": self.snapshot()["running"]}
+
+    # ------------------------------------------------------------------ inside
+
+    def _decide(self) -> None:
+        now = time.monotonic()
+        for placement in self._scheduler.decide(now):
+            future = self._waiting.pop(placement.key, None)
+            if future is None or future.done():
+                continue
+            self._scheduler.reserve(placement, now)
+            self._homes[placement.key] = placement.replica_id
+            future.set_result((placement.replica_id, placement.reason))
+        self._schedule_wakeup(now)
+
+    def _schedule_wakeup(self, now: float) -> None:
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
+        at = self._scheduler.next_wakeup(now) if self._waiting else None
+        if at is not None:
+            self._wakeup = asyncio.get_running_loop().call_later(max(0.001, at - now), self._decide)
+
+
+def _replica_info(server_id: str, info: Mapping[str, Any]) -> ReplicaInfo:
+    return ReplicaInfo(
+        id=server_id,
+        kv_tokens=int(info.get("kv_tokens", 0)),
+        block_size=int(info.get("block_size", 16)),
+        can_draft=bool(info.get("can_draft", False)),
+        max_running=int(info.get("max_running", 0)),
+    )
+
+
+@ray.remote(num_cpus=0, max_concurrency=MAX_WAITING)
+class WarRouter(Router):
+    """:class:`Router` as a Ray actor. One async method makes Ray run all of them on one event loop."""

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and checking the trainer's whole configuration, before Ray starts and again in the trainer.
+
+Everything that ``trainer.rollout`` switches is switched here or follows from an interpolation in war_ppo_trainer.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from war_rl.config import ConfigError, WarConfig, load_config
+
+ROLLOUTS = ("war", "vllm")
+ROUTER_YAML = Path(__file__).with_name("router.yaml")
+
+
+def war_config(config: Any) -> WarConfig:
+    """The typed ``war:`` section of a whole trainer configuration.
+
+    Raises:
+        ConfigError: the section is missing or holds something that cannot work.
+    """
+    section = config.get("war")
+    if section is None:
+        raise ConfigError("the configuration has no war: section; compose it on war_ppo_trainer (pkg://war_rl.configs)")
+    plain = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
+    assert isinstance(plain, Mapping)
+    return load_config(plain)
+
+
+def is_war(config: Any) -> bool:
+    """Whether the WAR worker group does the rollout (rather than verl's stock one)."""
+    return bool(config.trainer.rollout == "war")
+
+
+def check(config: DictConfig) -> WarConfig:
+    """Refuse what cannot work, before any process is started.
+
+    Raises:
+        ConfigError: naming the key, its value and what would work.
+    """
+    rollout = OmegaConf.select(config, "trainer.rollout")
+    if rollout not in ROLLOUTS:
+        raise ConfigError(f"trainer.rollout={rollout!r}: not one of {', '.join(ROLLOUTS)}")
+    name = config.actor_rollout_ref.rollout.name
+    if name != rollout:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name={name!r} contradicts trainer.rollout={rollout!r}: "
+            f"set only trainer.rollout ({' or '.join(ROLLOUTS)})"
+        )
+    war = war_config(config)
+    _check_trainer(config)
+    _check_rollout(config, war)
+    return war
+
+
+def _check_trainer(config: DictConfig) -> None:
+    mode = config.trainer.v1.trainer_mode
+    if mode not in ("war_sync", "sync"):
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={mode!r}: War-RL speeds up synchronous training only; use war_sync (the default)"
+        )
+    if not config.trainer.use_v1:
+        raise ConfigError("trainer.use_v1=False: War-RL plugs into verl's V1 trainer; use trainer.use_v1=True")
+    if config.data.get("train_batch_size") is not None and config.data.train_batch_size < 1:
+        raise ConfigError(f"data.train_batch_size={config.data.train_batch_size}: must be at least 1")
+
+
+def _check_rollout(config: DictConfig, war: WarConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if not is_war(config):
+        return
+    if rollout.router_config_path:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.router_config_path={rollout.router_config_path!r} contradicts "
+            "trainer.rollout=war, which brings its own router: remove it, or use trainer.rollout=vllm"
+        )
+    if rollout.disaggregation.enabled:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.disaggregation.enabled=True is not supported by trainer.rollout=war; "
+            "use trainer.rollout=vllm"
+        )
+    if war.spec.policy != "off" and rollout.mtp is not None and rollout.mtp.get("enable_rollout"):
+        raise ConfigError(
+            "actor_rollout_ref.rollout.mtp.enable_rollout=True and War-RL's drafting exclude each other: "
+            "set war.spec.policy=off or disable MTP for the rollout"
+        )
+
+
+def prepare(config: DictConfig) -> WarConfig:
+    """Check, then set what follows from ``trainer.rollout`` and cannot be an interpolation. Idempotent."""
+    war = check_prepared(config)
+    if is_war(config):
+        with open_dict(config):
+            config.actor_rollout_ref.rollout.router_config_path = str(ROUTER_YAML)
+    return war
+
+
+def check_prepared(config: DictConfig) -> WarConfig:
+    """:func:`check` for a configuration that :func:`prepare` may already have completed."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.router_config_path == str(ROUTER_YAML):
+        with open_dict(config):
+            rollout.router_config_path = None
+    return check(config)

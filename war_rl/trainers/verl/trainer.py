@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's synchronous PPO/GRPO trainer with War-RL's rollout around it. The algorithm is verl's, untouched.
+
+``trainer.rollout=war`` uses the WAR client, router and replicas; ``trainer.rollout=vllm`` verl's own. Both are
+measured, polled and watched alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from war_rl.config import to_dict
+from war_rl.progress import step_line
+from war_rl.summary import RunSummary, versions
+from war_rl.trainers.verl.client import MeasuredClient, WarClient
+from war_rl.trainers.verl.observer import RolloutObserver
+from war_rl.trainers.verl.settings import is_war, prepare
+
+logger = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 120.0
+
+
+@register_trainer("war_sync")
+class WarTrainerSync(PPOTrainerSync):
+    """verl's ``sync`` trainer; see the module's docstring."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self._war = prepare(config)
+        self._is_war = is_war(config)
+        with open_dict(config):
+            # Anything but "sync" makes verl use its asynchronous replay buffer, dispatch and checkpointing.
+            config.trainer.v1.trainer_mode = "sync"
+        super().__init__(config)
+        self._observer: RolloutObserver | None = None
+        self._rollout_metrics: dict[str, float] = {}
+        self._validation_metrics: dict[str, float] = {}
+        self._sync_metrics: dict[str, float] = {}
+        self._weight_sums: dict[str, float] = {}
+        plain = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(plain, dict)
+        self._run = RunSummary(
+            config.trainer.default_local_dir,
+            rollout=config.trainer.rollout,
+            config={str(key): value for key, value in plain.items()},
+            clock=time.monotonic,
+            versions=versions(),
+        )
+
+    # ------------------------------------------------------------------ construction
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
+        buffer = super()._build_replay_buffer()
+        buffer.poll_interval = self._war.poll_interval_s
+        # The one place that verl passes through while it waits for trajectories.
+        buffer._wait_for_next_poll = functools.partial(self._watch, buffer._wait_for_next_poll)
+        buffer.sample = functools.partial(self._sample, buffer.sample)
+        return buffer
+
+    def _setup(self) -> None:
+        super()._setup()
+        manager = self.llm_server_manager
+        servers = dict(zip(manager.server_addresses, manager.server_handles, strict=True))
+        if self._is_war:
+            infos = ray.get([server.war_info.remote() for server in servers.values()], timeout=_CALL_TIMEOUT_S)
+            war = to_dict(self._war)
+            seed = int(self.config.actor_rollout_ref.rollout.seed)
+            router = manager.global_load_balancer
+            ray.get(router.configure.remote(war, dict(zip(servers, infos, strict=True)), seed), timeout=_CALL_TIMEOUT_S)
+            logger.info("WAR worker group: %s", infos)
+        self._servers = servers
+        self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war)
+
+    def get_llm_client(self) -> LLMServerClient:
+        return self.llm_server_manager.get_client(client_cls=WarClient if self._is_war else MeasuredClient)
+
+    # ------------------------------------------------------------------ the run
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        self._observe.attach(agent_loop_manager)
+        try:
+            super().fit(agent_loop_manager)
+        except BaseException as error:
+            self._run.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error))
+            raise
+        self._run.finish()
+
+    def prepare_step(self) -> dict[str, Any]:
+        total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        self._observe.begin(f"step {self.global_steps}", total, validate=False)
+        return dict(super().prepare_step())
+
+    def on_sample_end(self) -> None:
+        # A dead replica's trajectories are missing from the batch: never train on the rest in silence.
+        self._observe.check_health()
+        self._rollout_metrics = self._observe.end()
+        super().on_sample_end()
+
+    def on_validate_begin(self) -> None:
+        super().on_validate_begin()
+        total = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
+        self._observe.begin("validation", total, validate=True)
+
+    def on_validate_end(self) -> None:
+        self._observe.check_health()
+        self._validation_metrics = self._observe.end()
+        super().on_validate_end()
+
+    def on_init_end(self) -> None:
+        super().on_init_end()
+        self._weights_updated(self.global_steps)
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._weights_updated(self.global_steps)
+
+    def _weights_updated(self, step: int) -> None:
+        if not self._is_war:
+            return
+        refs = [self.llm_server_manager.global_load_balancer.weights_updated.remote(step)]
+        refs += [server.war_begin_step.remote(step) for server in self._servers.values()]
+        ray.get(refs, timeout=_CALL_TIMEOUT_S)
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        """All replicas must hold the same weights after an update, and others than before it.
+
+        Raises:
+            RuntimeError: the replicas disagree: training on their samples would mix two policies.
+        """
+        sums = ray.get([server.war_weights.remote() for server in self._servers.values()], timeout=_CALL_TIMEOUT_S)
+        for server_id, mine in zip(self._servers, sums, strict=True):
+            if mine != sums[0]:
+                wrong = [name for name in mine if mine[name] != sums[0].get(name)]
+                raise RuntimeError(
+                    f"after the weight update replica {server_id} holds other weights than "
+                    f"{next(iter(self._servers))}, first in {wrong[0]}: its samples would come from another policy"
+                )
+        changed = sum(1 for name, value in sums[0].items() if self._weight_sums.get(name) != value)
+        self._sync_metrics = {
+            "war/sync/replicas": float(len(sums)),
+            "war/sync/weights_changed": changed / max(1, len(sums[0])),
+            "war/sync/weight_sum": sum(sums[0].values()),
+        }
+        self._weight_sums = sums[0]
+
+    def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super()._compute_metrics(batch, metrics, *args, **kwargs)
+        metrics.update(self._rollout_metrics)
+        metrics.update(self._validation_metrics)
+        metrics.update(self._sync_metrics)
+        self._validation_metrics = {}
+        reward = metrics.get("critic/rewards/mean")
+        print(step_line(self.global_steps, metrics, reward), flush=True)
+        self._run.add_step(self.global_steps, metrics)
+
+    # ------------------------------------------------------------------ waiting for trajectories
+
+    def _watch(self, wait: Any, partition_id: str, last_debug_time: float) -> float:
+        self._observe.poll()
+        return float(wait(partition_id, last_debug_time))
+
+    def _sample(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return sample(*args, **kwargs)
+        except RuntimeError as error:
+            cause = self._observe.explain(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    @property
+    def _observe(self) -> RolloutObserver:
+        assert self._observer is not None, "the observer exists once the servers are up"
+        return self._observer
