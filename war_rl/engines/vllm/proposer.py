@@ -58,7 +58,7 @@ class WarProposer:
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._max_draft: int = vllm_config.speculative_config.num_speculative_tokens
         stop = frozenset(int(t) for t in settings.get("stop_token_ids", ()))
-        self._drafter = Drafter(self._config, stop_token_ids=stop, clock=time.perf_counter)
+        self._drafter = Drafter(self._config, stop_token_ids=stop, clock=time.perf_counter, unix_time=time.time)
         self._runner: Any = None
         self._known: dict[str, tuple[TrajectoryId | None, bool]] = {}
         self._refused: set[str] = set()
@@ -130,8 +130,8 @@ class WarProposer:
             logger.warning("War-RL does not draft for requests with %s: vLLM's verifier does not honour it", reason)
 
     def feed(self, items: list[FeedItem]) -> None:
+        # Only queued: propose() takes it in, in slices, so that no engine step is held up.
         self._drafter.feed(items)
-        self._drafter.idle()
 
     def begin_step(self, step: int) -> None:
         self._drafter.begin_step(step)

@@ -17,6 +17,7 @@ import ray
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from war_rl.engines.vllm.fixes.seed import refuse_seed
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
 from war_rl.trainers.verl.feed import FeedPublisher
 from war_rl.trainers.verl.settings import war_config
@@ -32,6 +33,9 @@ class MeasuredClient(LLMServerClient):
     """verl's client; each turn of a known trajectory leaves a :class:`TurnRecord` in its episode."""
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **kwargs: Any) -> TokenOutput:
+        if self.config.trainer.device == "cpu":
+            params = kwargs.get("sampling_params") or {}
+            refuse_seed(params.get("seed"), params.get("temperature", 1.0))
         episode = CURRENT_EPISODE.get()
         turn = TurnRecord(
             turn=episode.next_turn() if episode else 0,

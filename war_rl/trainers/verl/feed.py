@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -26,8 +27,9 @@ _SHARE_BYTES = 100_000
 class FeedPublisher:
     """Collects items and sends them to all replicas. Lives on one asyncio loop."""
 
-    def __init__(self, router: Any, config: SpecConfig) -> None:
+    def __init__(self, router: Any, config: SpecConfig, share: Callable[[bytes], Any] = ray.put) -> None:
         self._router = router
+        self._share = share
         self._config = config
         self._enabled = config.feed and config.policy != "off"
         self._queue: deque[FeedItem] = deque()
@@ -72,7 +74,7 @@ class FeedPublisher:
         # Asked each time: replicas come and go, and a message costs more than this small call.
         servers: dict[str, Any] = await self._router.get_server_handles.remote()
         blob = encode_feed(items)
-        payload: Any = ray.put(blob) if len(blob) > _SHARE_BYTES else blob
+        payload: Any = self._share(blob) if len(blob) > _SHARE_BYTES and len(servers) > 1 else blob
         tokens = sum(len(item.tokens) for item in items)
         self.counters["feed_items"] += len(items)
         self.counters["feed_tokens"] += tokens

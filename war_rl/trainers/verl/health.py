@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -42,25 +43,33 @@ def probe(server: Any) -> str:
         elif code is not None:
             exits.append(f"{process.name} (pid {process.pid}) exited with code {code}")
     text = "; ".join(exits) or "the engine stopped"
-    last = _last_error(os.getpid())
+    last = _last_error()
     return f"{text}. Its last error: {last}" if last else text
 
 
-def _last_error(pid: int) -> str:
-    """The last exception in this actor's Ray log, where vLLM's engine process writes too."""
-    folder = os.path.join(ray._private.worker._global_node.get_logs_dir_path())
+def _last_error() -> str:
+    """The last exception in this actor's log; "" where there is none or the log cannot be read."""
+    try:
+        lines = _log_lines()
+    except (OSError, AttributeError):
+        return ""
+    # vLLM's clients report the death of the engine with EngineDeadError; the cause stands before it.
+    errors = [line for line in lines if _ERROR.search(line) and "EngineDeadError" not in line]
+    return _ERROR.search(errors[-1]).group(0).strip()[:500] if errors else ""  # type: ignore[union-attr]
+
+
+_ERROR = re.compile(r"\b\w*(Error|Exception|Interrupt)\b: .*")
+
+
+def _log_lines() -> list[str]:
+    """The end of this actor's Ray log, where vLLM's engine process writes too."""
+    folder = ray._private.worker._global_node.get_logs_dir_path()
     lines: list[str] = []
-    for path in glob.glob(os.path.join(folder, f"worker-*-{pid}.err")) + glob.glob(
-        os.path.join(folder, f"worker-*-{pid}.out")
-    ):
-        with open(path, errors="replace") as file:
-            lines += file.readlines()[-2000:]
-    errors = [
-        line.split("] ", 1)[-1].strip()
-        for line in lines
-        if ("Error:" in line or "Exception:" in line) and "EngineDeadError" not in line
-    ]
-    return errors[-1][:500] if errors else ""
+    for kind in ("out", "err"):
+        for path in glob.glob(os.path.join(folder, f"worker-*-{os.getpid()}.{kind}")):
+            with open(path, errors="replace") as file:
+                lines += file.readlines()[-2000:]
+    return lines
 
 
 def check_replicas(servers: dict[str, Any], timeout_s: float) -> list[ReplicaHealth]:

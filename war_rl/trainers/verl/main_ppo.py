@@ -114,10 +114,11 @@ def _check_all(config: Any) -> None:
     from verl.utils.config import validate_config
 
     from war_rl.trainers.verl.plugin import assert_registered
-    from war_rl.trainers.verl.settings import check
+    from war_rl.trainers.verl.settings import check, check_model
 
     assert_registered()
     check(config)
+    check_model(config)
     try:
         validate_config(
             config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)

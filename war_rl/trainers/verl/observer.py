@@ -82,7 +82,7 @@ class RolloutObserver:
         raise_if_dead(check_replicas(self._servers, self._war.fault.health_timeout_s))
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to report when a rollout failed with ``error``: a dead replica, the trajectories' own errors, or itself."""
+        """What to report for a rollout that failed with ``error``: a dead replica, their own errors, or itself."""
         try:
             self.check_health()
         except ReplicaDead as dead:
@@ -100,7 +100,8 @@ class RolloutObserver:
             self._line.update(self._final_progress(seconds))
             self._line.close()
         engine = self._change(self._engine, self._read_engines())
-        spec = self._change(self._spec, self._read_drafters())
+        drafters = self._read_drafters()
+        spec = {**self._change(_counters(self._spec), _counters(drafters)), **_gauges(drafters)}
         feed = add_up(delta(a, b) for a, b in zip(self._feed, self._call_workers("war_feed_counters"), strict=True))
         sched = ray.get(self._router.take_step_stats.remote(self._validate)) if self._is_war else {}
         for record in self.records:
@@ -108,7 +109,7 @@ class RolloutObserver:
                 name = f"{record.trajectory.uid}/{record.trajectory.session}"
                 logger.warning("trajectory %s failed: %s", name, record.error)
         prefix = "val/" if self._validate else ""
-        merged = {**spec, **{f"{prefix}{name}": value for name, value in feed.items()}}
+        merged = {**spec, **{f"{prefix}{_SENT.get(name, name)}": value for name, value in feed.items()}}
         return step_metrics(
             self.records, seconds=seconds, engine=engine, sched=sched, spec=merged, validate=self._validate
         )
@@ -155,6 +156,24 @@ class RolloutObserver:
         running = ray.get(self._router.snapshot.remote(), timeout=_CALL_TIMEOUT_S)["running"]
         limit = self._war.spec.max_running
         return {f"replica{i}": "high" if count > limit else f"low({count})" for i, count in enumerate(running.values())}
+
+
+# The drafters count what arrived under these names, at every replica; the senders' own counts need others.
+_SENT = {"feed_items": "feed_sent_items", "feed_tokens": "feed_sent_tokens"}
+
+# States of a drafter, not counts: summed over replicas as they are, but for the lag, of which the worst counts.
+_GAUGES = ("bytes", "live_trees", "feed_pending")
+_WORST = ("feed_lag_s",)
+
+
+def _counters(drafters: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {i: {k: v for k, v in d.items() if k not in (*_GAUGES, *_WORST)} for i, d in drafters.items()}
+
+
+def _gauges(drafters: Mapping[str, dict[str, float]]) -> dict[str, float]:
+    values = {name: sum(d.get(name, 0.0) for d in drafters.values()) for name in _GAUGES}
+    values.update({name: max((d.get(name, 0.0) for d in drafters.values()), default=0.0) for name in _WORST})
+    return values if drafters else {}
 
 
 def _read_metrics(server_id: str) -> dict[str, float]:

@@ -72,6 +72,11 @@ def _check_trainer(config: DictConfig) -> None:
 
 def _check_rollout(config: DictConfig, war: WarConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
+    if rollout.full_determinism and config.trainer.device == "cpu":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.full_determinism=True sets a seed on every request, which kills vLLM's CPU engine "
+            "at temperature > 0; leave it False on this machine"
+        )
     if not is_war(config):
         return
     if rollout.router_config_path:
@@ -88,6 +93,20 @@ def _check_rollout(config: DictConfig, war: WarConfig) -> None:
         raise ConfigError(
             "actor_rollout_ref.rollout.mtp.enable_rollout=True and War-RL's drafting exclude each other: "
             "set war.spec.policy=off or disable MTP for the rollout"
+        )
+
+
+def check_model(config: DictConfig) -> None:
+    """Refuse a local model folder that is not there: vLLM would take it for the name of a hub repository.
+
+    Raises:
+        ConfigError: naming the key and the path.
+    """
+    path = str(config.actor_rollout_ref.model.path)
+    if path.startswith(("/", "~", ".")) and not Path(path).expanduser().exists():
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={path!r}: there is no such folder; `war-rl prepare` makes the "
+            "demonstration's model, and any Hugging Face folder will do"
         )
 
 

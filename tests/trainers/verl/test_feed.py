@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from war_rl.config import SpecConfig
+from war_rl.trainers.verl.feed import FeedPublisher
+from war_rl.types import FeedItem, TrajectoryId, as_tokens, decode_feed
+
+
+class Remote:
+    """What Ray's ``handle.method`` looks like to the caller."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def remote(self, *args):
+        return asyncio.ensure_future(self._call(*args))
+
+
+class Server:
+    def __init__(self, hold: asyncio.Event | None = None, error: Exception | None = None):
+        self.got: list[FeedItem] = []
+        self._hold, self._error = hold, error
+        self.war_feed = Remote(self._war_feed)
+
+    async def _war_feed(self, blob):
+        if self._error:
+            raise self._error
+        self.got += decode_feed(blob)
+        if self._hold:
+            await self._hold.wait()
+
+
+class FakeRouter:
+    def __init__(self, servers):
+        async def handles():
+            if isinstance(servers, Exception):
+                raise servers
+            return servers
+
+        self.get_server_handles = Remote(handles)
+
+
+def item(n: int, start: int = 0, session: int = 0) -> FeedItem:
+    return FeedItem(TrajectoryId("g", session, 1), start, as_tokens(range(start, start + n)))
+
+
+def config(**kwargs) -> SpecConfig:
+    return SpecConfig(**{"feed_interval_ms": 1.0, **kwargs})
+
+
+async def settle():
+    await asyncio.sleep(0.05)
+
+
+def test_every_replica_gets_everything_in_order():
+    async def main():
+        servers = {"a": Server(), "b": Server()}
+        feed = FeedPublisher(FakeRouter(servers), config())
+        for start in (0, 5, 10):
+            feed.publish(item(5, start))
+        await settle()
+        for server in servers.values():
+            assert [i.start for i in server.got] == [0, 5, 10]
+        assert feed.counters["feed_tokens"] == 15
+
+    asyncio.run(main())
+
+
+def test_a_busy_replica_loses_text_and_the_others_do_not():
+    async def main():
+        hold = asyncio.Event()
+        slow, fast = Server(hold), Server()
+        feed = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config())
+        for start in (0, 5, 10):
+            feed.publish(item(5, start))
+            await settle()
+        assert [i.start for i in fast.got] == [0, 5, 10]
+        assert [i.start for i in slow.got] == [0]
+        assert feed.counters["feed_dropped_tokens"] == 10
+        hold.set()
+        await settle()
+        feed.publish(item(5, 15))
+        await settle()
+        assert [i.start for i in slow.got] == [0, 15]
+
+    asyncio.run(main())
+
+
+def test_what_waits_is_bounded_and_the_oldest_goes_first():
+    async def main():
+        server, other, shared = Server(), Server(), []
+        share = lambda blob: shared.append(blob) or blob  # noqa: E731
+        feed = FeedPublisher(FakeRouter({"a": server, "b": other}), config(feed_max_mb=1), share=share)
+        big = 200_000  # 0.8 MB of int32
+        feed.publish(item(big))
+        feed.publish(item(big, session=1))
+        await settle()
+        assert [i.trajectory.session for i in server.got] == [1]
+        assert feed.counters["feed_dropped_tokens"] == big
+        # A large message is put into the object store once for all replicas.
+        assert len(shared) == 1
+
+    asyncio.run(main())
+
+
+def test_errors_are_counted_and_said_once(caplog):
+    async def main():
+        feed = FeedPublisher(FakeRouter(RuntimeError("router is gone")), config())
+        with caplog.at_level(logging.WARNING):
+            for start in (0, 5):
+                feed.publish(item(5, start))
+                await settle()
+        assert feed.counters["feed_errors"] == 2
+        assert [r for r in caplog.text.splitlines() if "router is gone" in r].__len__() == 1
+
+    asyncio.run(main())
+
+
+def test_switched_off_it_sends_nothing():
+    async def main():
+        for off in (config(feed=False), config(policy="off")):
+            server = Server()
+            feed = FeedPublisher(FakeRouter({"a": server}), off)
+            feed.publish(item(5))
+            await settle()
+            assert not server.got
+            assert feed.counters["feed_items"] == 0
+
+    asyncio.run(main())

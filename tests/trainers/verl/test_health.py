@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from war_rl.trainers.verl import health
+from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, probe, raise_if_dead
+
+
+def server(errored: bool, exitcode: int | None = None):
+    process = SimpleNamespace(name="EngineCore", pid=123, exitcode=exitcode)
+    resources = SimpleNamespace(engine_manager=SimpleNamespace(processes=[process]))
+    return SimpleNamespace(engine=SimpleNamespace(errored=errored, engine_core=SimpleNamespace(resources=resources)))
+
+
+def test_a_healthy_engine_has_no_cause(monkeypatch):
+    assert probe(server(False)) == ""
+    assert probe(SimpleNamespace()) == ""  # still starting
+
+
+def test_a_killed_engine_is_named_with_its_signal_and_its_last_words(monkeypatch):
+    monkeypatch.setattr(health, "_log_lines", lambda: [])
+    assert probe(server(True, -9)) == "EngineCore (pid 123) was killed by SIGKILL"
+    lines = [
+        "INFO all is well\n",
+        "(EngineCore pid=123) ERROR 11-29 [core.py:1] RuntimeError: out of blocks\n",
+        "EngineDeadError: EngineCore encountered an issue.\n",
+    ]
+    monkeypatch.setattr(health, "_log_lines", lambda: lines)
+    text = probe(server(True, 1))
+    assert "exited with code 1" in text
+    assert text.endswith("RuntimeError: out of blocks")
+
+
+def test_an_unreadable_log_hides_nothing(monkeypatch):
+    def broken():
+        raise OSError("no log")
+
+    monkeypatch.setattr(health, "_log_lines", broken)
+    assert "SIGKILL" in probe(server(True, -9))
+
+
+def test_every_dead_replica_is_named():
+    raise_if_dead([ReplicaHealth("a", "")])
+    with pytest.raises(ReplicaDead, match=r"replica b is dead: x; rollout replica c is dead: y"):
+        raise_if_dead([ReplicaHealth("a", ""), ReplicaHealth("b", "x"), ReplicaHealth("c", "y")])

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from war_rl.config import WarConfig, to_dict
+from war_rl.trainers.verl.router import Router
+from war_rl.types import TrajectoryId, TurnRequest, TurnResult
+
+INFO = {"kv_tokens": 10_000, "block_size": 16, "max_running": 16, "can_draft": True}
+
+
+def make(n: int = 2) -> Router:
+    servers = {f"s{i}": f"handle{i}" for i in range(n)}
+    router = Router(servers, {"router_class": "x"})
+    router.configure(to_dict(WarConfig()), dict.fromkeys(servers, INFO))
+    return router
+
+
+def turn(uid: str, session: int, number: int, tokens: int = 100) -> TurnRequest:
+    return TurnRequest(f"{uid}/{session}/{number}", TrajectoryId(uid, session, 1), number, tokens)
+
+
+def test_a_trajectory_stays_where_it_started_and_new_ones_spread_by_tokens():
+    async def main():
+        router = make()
+        home, handle, _ = await router.acquire_turn(turn("a", 0, 0, tokens=1000))
+        assert handle == f"handle{home[1:]}"
+        # The long trajectory weighs more than three short ones: counts would have put one of them beside it.
+        others = [(await router.acquire_turn(turn("b", i, 0, tokens=10)))[0] for i in range(3)]
+        assert set(others) == {"s0", "s1"} - {home}
+        for number in range(1, 4):
+            router.release_turn(f"a/0/{number - 1}", TurnResult(generated_tokens=10))
+            assert (await router.acquire_turn(turn("a", 0, number, tokens=1000 + number)))[0] == home
+        assert router.take_step_stats(False)["sched/sticky_rate"] == 1.0
+
+    asyncio.run(main())
+
+
+def test_a_lost_replica_is_forgotten_and_its_late_releases_are_harmless():
+    async def main():
+        router = make()
+        home, _, _ = await router.acquire_turn(turn("a", 0, 0))
+        router.lose_server(home, "killed")
+        router.release_turn("a/0/0", TurnResult(error="dead"))
+        again, _, _ = await router.acquire_turn(turn("a", 0, 1))
+        assert again != home
+        router.lose_server(again, "killed")
+        with pytest.raises(RuntimeError, match="No available servers"):
+            await router.acquire_turn(turn("a", 0, 2))
+
+    asyncio.run(main())
+
+
+def test_nothing_leaks_under_many_turns_and_random_cancellation():
+    async def main():
+        rng = random.Random(0)
+        router = make()
+
+        async def one(i: int) -> None:
+            request = turn("g", i, 0, tokens=rng.randint(1, 500))
+            await asyncio.sleep(rng.random() / 100)
+            await router.acquire_turn(request)
+            try:
+                await asyncio.sleep(rng.random() / 50)
+            finally:
+                router.release_turn(request.key, None if rng.random() < 0.3 else TurnResult(generated_tokens=5))
+                router.finish_trajectory(request.trajectory)
+
+        tasks = [asyncio.create_task(one(i)) for i in range(2000)]
+        await asyncio.sleep(0.01)
+        for task in rng.sample(tasks, 500):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert router.snapshot() == {"running": {"s0": 0, "s1": 0}, "waiting": 0}
+        assert router.get_total_inflight() == 0
+
+    asyncio.run(main())
+
+
+def test_the_protocol_of_verl_is_served():
+    async def main():
+        router = make()
+        first, _ = await router.acquire_server("r", prompt_ids=[1, 2, 3])
+        second, _ = await router.acquire_server("r", prompt_ids=[1, 2, 3, 4])
+        assert first == second
+        assert router.get_status()["total_inflight"] == 2
+        assert router.get_inflight_count(first) == 2
+        for _ in range(2):
+            router.release_server(first, "r")
+        router.release_server(first, "r")
+        assert router.get_total_inflight() == 0
+        assert router.require_acquire_fields() == ["prompt_ids"]
+        router.remove_servers([first])
+        assert router.get_all_servers() == [s for s in ("s0", "s1") if s != first]
+        router.add_servers({first: "again"})
+        assert first in router.get_all_servers()
+        assert "server_loads" in router.clear_sticky_cache()
+
+    asyncio.run(main())
+
+
+def test_settings_cannot_change_under_running_turns():
+    async def main():
+        router = make()
+        await router.acquire_turn(turn("a", 0, 0))
+        with pytest.raises(RuntimeError, match="while turns are running"):
+            router.configure(to_dict(WarConfig()), {})
+
+    asyncio.run(main())
