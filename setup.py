@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything else is in pyproject.toml; only the package list needs code, because configs/ is installed as war_rl.configs."""
+"""Everything else is in pyproject.toml; the package list needs code because configs/ is installed as war_rl.configs."""
 
 from setuptools import find_packages, setup
 

@@ -157,7 +157,7 @@ class WarConfig:
     env: EnvConfig = field(default_factory=EnvConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     progress: str = "auto"
-    """Live progress while trajectories come in: ``auto`` (a line on a terminal, sparse ones in a log), ``on``, ``off``."""
+    """Live progress while trajectories come in: ``auto`` (a line on a terminal, sparse in a log), ``on``, ``off``."""
     poll_interval_s: float = 0.05
     """How often the trainer looks for finished trajectories; stock verl's 2 s quantises ``timing_s/gen``.
     Unit: seconds."""

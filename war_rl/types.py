@@ -125,7 +125,7 @@ class TurnResult:
 class TurnRecord:
     """One turn as the client saw it; the raw material of metrics, traces and reports.
 
-    Times are seconds on the recording process's monotonic clock; ``queue_seconds`` is how long the router held the turn.
+    Times are seconds on the recording process's monotonic clock; ``queue_seconds`` is how long the router held it.
     """
 
     turn: int
@@ -145,6 +145,7 @@ class TurnRecord:
 class TrajectoryRecord:
     """One trajectory as the agent-loop worker saw it.
 
+    ``started`` and ``finished`` are unix seconds, so that records of several nodes compare.
     ``status`` is "finished", "truncated" (context or response budget exhausted) or "failed"; ``error`` names why.
     """
 

@@ -57,8 +57,8 @@ class WarProposer:
         self._config: SpecConfig = load_config({"spec": settings["spec"]}).spec
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._max_draft: int = vllm_config.speculative_config.num_speculative_tokens
-        stop = frozenset(int(t) for t in settings.get("stop_token_ids", ()))
-        self._drafter = Drafter(self._config, stop_token_ids=stop, clock=time.perf_counter, unix_time=time.time)
+        self._stop = frozenset(int(t) for t in settings.get("stop_token_ids", ()))
+        self._drafter = self._new_drafter()
         self._runner: Any = None
         self._known: dict[str, tuple[TrajectoryId | None, bool]] = {}
         self._refused: set[str] = set()
@@ -132,6 +132,14 @@ class WarProposer:
     def feed(self, items: list[FeedItem]) -> None:
         # Only queued: propose() takes it in, in slices, so that no engine step is held up.
         self._drafter.feed(items)
+
+    def _new_drafter(self) -> Drafter:
+        return Drafter(self._config, stop_token_ids=self._stop, clock=time.perf_counter, unix_time=time.time)
+
+    def war_forget(self) -> None:
+        """Forget all text and counts, as a new engine would; only while no request runs. Used by the benchmark."""
+        self._drafter = self._new_drafter()
+        self._known.clear()
 
     def begin_step(self, step: int) -> None:
         self._drafter.begin_step(step)

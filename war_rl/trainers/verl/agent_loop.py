@@ -60,7 +60,7 @@ class WarAgentLoopWorker(_StockWorker):
             index="" if trajectory.get("sample_index") is None else str(trajectory["sample_index"]),
             validate=bool(trajectory["validate"]),
         )
-        episode = Episode(TrajectoryRecord(identity, started=time.monotonic()))
+        episode = Episode(TrajectoryRecord(identity, started=time.time()))
         token = CURRENT_EPISODE.set(episode)
         self._running[id(episode)] = episode
         try:
@@ -119,7 +119,7 @@ class WarAgentLoopWorker(_StockWorker):
 
     def _close(self, episode: Episode) -> None:
         record = episode.record
-        record.finished = time.monotonic()
+        record.finished = time.time()
         self._records[record.trajectory.validate].append(record)
         if isinstance(self.llm_client, WarClient):
             self.llm_client._load_balancer.finish_trajectory.remote(record.trajectory)
@@ -183,7 +183,7 @@ def _recorder(folder: str) -> Callable[[TrajectoryRecord, list[Any]], None] | No
                 tool_seconds=output.extra_fields.get("war_env_seconds", ()),
                 replicas=[turn.replica for turn in record.turns],
                 reward=output.reward_score,
-                seconds=time.monotonic() - record.started,
+                seconds=time.time() - record.started,
             )
 
     return write

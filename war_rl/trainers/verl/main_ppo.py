@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from war_rl.config import ConfigError
+from war_rl.config import ConfigError, load_config
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +56,20 @@ def compose(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> Any:
 
 
 def _explain(error: Exception, overrides: list[str]) -> str:
-    text = str(error)
-    war_keys = [o for o in overrides if o.lstrip("+~").startswith("war.")]
-    if "is not in struct" in text and war_keys:
-        # Hydra names only the last part of the key; our own check names all of it and the closest known one.
-        from war_rl.config import load_config
-
-        for override in war_keys:
-            key, _, value = override.lstrip("+~").removeprefix("war.").partition("=")
+    """Hydra names only the last part of an unknown key; ours are named whole, with the closest known one."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        section, _, rest = key.partition(".")
+        if section == "war" and rest:
             nested: Any = value
-            for part in reversed(key.split(".")):
+            for part in reversed(rest.split(".")):
                 nested = {part: nested}
             try:
                 load_config(nested)
             except ConfigError as known:
                 if "unknown key" in str(known):
                     return str(known)
-    return text
+    return str(error)
 
 
 def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
@@ -104,7 +101,9 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
     folder = _prepare_run_folder(config)
     print(f"war-rl: rollout={config.trainer.rollout} platform={platform} run folder {folder}", flush=True)
     _train(config)
-    _print_summary(folder)
+    if not os.environ.get("WAR_RL_SUMMARY_NOTE"):
+        # The command line prints it itself, also for runs that were interrupted.
+        _print_summary(folder)
     return 0
 
 
@@ -169,7 +168,10 @@ def _print_summary(folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run(sys.argv[1:] if argv is None else argv)
+    """The same as ``war-rl train``: supervised, so that Ctrl-C leaves nothing behind."""
+    from war_rl.cli import main as cli
+
+    return cli(["train", *(sys.argv[1:] if argv is None else argv)])
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def _check_rollout(config: DictConfig, war: WarConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.full_determinism and config.trainer.device == "cpu":
         raise ConfigError(
-            "actor_rollout_ref.rollout.full_determinism=True sets a seed on every request, which kills vLLM's CPU engine "
-            "at temperature > 0; leave it False on this machine"
+            "actor_rollout_ref.rollout.full_determinism=True sets a seed on every request, which kills vLLM's CPU "
+            "engine at temperature > 0; leave it False on this machine"
         )
     if not is_war(config):
         return

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from war_rl.summary import (
+    RunSummary,
+    compare_table,
+    config_digest,
+    format_table,
+    load_summary,
+    mark_ended,
+    unequal_work,
+    versions,
+)
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def start(folder: Path, rollout: str = "war", clock: Clock | None = None) -> RunSummary:
+    return RunSummary(
+        folder, rollout=rollout, config={"a": 1}, clock=clock or Clock(), versions={"verl": "1"}, extra={"run": "x"}
+    )
+
+
+def metrics(**changes: float) -> dict[str, Any]:
+    base = {"rollout/seconds": 2.0, "rollout/trajectories": 8.0, "rollout/turns": 20.0}
+    base |= {"rollout/generated_tokens": 1000.0, "cache/prompt_tokens": 5000.0}
+    return {f"war/{k}": v for k, v in {**base, **changes}.items()}
+
+
+def test_the_file_is_whole_after_every_step(tmp_path: Path) -> None:
+    clock = Clock()
+    summary = start(tmp_path / "run", clock=clock)
+    assert load_summary(tmp_path / "run")["status"] == "running"
+    for step in (1, 2):
+        clock.now += 10
+        summary.add_step(step, {**metrics(), "critic/score/mean": 0.5 * step, "text": "no", "flag": True})
+        data = load_summary(tmp_path / "run")
+        assert [e["step"] for e in data["steps"]] == list(range(1, step + 1))
+    last = data["steps"][-1]
+    assert last["reward"] == 1.0 and last["wall_seconds"] == 20.0 and last["metrics"]["war/rollout/turns"] == 20.0
+    assert "text" not in last["metrics"] and "flag" not in last["metrics"]
+    assert data["versions"] == {"verl": "1"} and data["config_digest"] == config_digest({"a": 1}) and data["run"] == "x"
+    assert os.listdir(tmp_path / "run") == ["summary.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = start(tmp_path)
+    summary.add_step(1, metrics())
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        summary.add_step(2, metrics())
+    assert [e["step"] for e in load_summary(tmp_path)["steps"]] == [1]
+
+
+def test_numbers_of_every_kind_become_json(tmp_path: Path) -> None:
+    torch_like = type("Scalar", (), {"item": lambda self: 2.5})()
+    summary = start(tmp_path)
+    summary.add_step(
+        1, {"a": np.float32(0.5), "b": np.int64(3), "c": math.nan, "d": math.inf, "e": torch_like, "f": [1]}
+    )
+    kept = json.loads((tmp_path / "summary.json").read_text())["steps"][0]["metrics"]
+    assert kept == {"a": 0.5, "b": 3, "c": None, "d": None, "e": 2.5}
+
+
+def test_a_step_done_again_replaces_the_old_one(tmp_path: Path) -> None:
+    summary = start(tmp_path)
+    for reward in (0.1, 0.9):
+        summary.add_step(4, metrics(), reward)
+    assert [(e["step"], e["reward"]) for e in load_summary(tmp_path)["steps"]] == [(4, 0.9)]
+
+
+def test_the_first_ending_counts(tmp_path: Path) -> None:
+    summary = start(tmp_path)
+    summary.finish("failed", "engine died")
+    summary.finish("finished")
+    assert (load_summary(tmp_path)["status"], load_summary(tmp_path)["error"]) == ("failed", "engine died")
+    with pytest.raises(ValueError, match="'done': not one of"):
+        summary.finish("done")
+
+
+def test_a_killed_run_can_be_closed_from_outside_once(tmp_path: Path) -> None:
+    start(tmp_path).add_step(1, metrics())
+    assert mark_ended(tmp_path, "interrupted") is True
+    assert mark_ended(tmp_path, "failed") is False
+    data = load_summary(tmp_path / "summary.json")
+    assert data["status"] == "interrupted" and len(data["steps"]) == 1
+
+
+def test_what_is_no_summary_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "summary.json")):
+        load_summary(tmp_path)
+    (tmp_path / "summary.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="found 99"):
+        load_summary(tmp_path)
+
+
+def test_digest_ignores_order_and_sees_changes() -> None:
+    assert config_digest({"a": 1, "b": {"c": 2}}) == config_digest({"b": {"c": 2}, "a": 1})
+    assert config_digest({"a": 1}) != config_digest({"a": 2})
+
+
+def test_versions_lists_what_is_installed() -> None:
+    found = versions(("pytest", "no-such-distribution"))
+    assert set(found) == {"python", "pytest"} and found["pytest"] == pytest.__version__
+
+
+def test_table_shows_each_step_and_the_ending(tmp_path: Path) -> None:
+    summary = start(tmp_path)
+    summary.add_step(1, metrics(**{"cache/hit_rate": 0.756}), 0.25)
+    summary.add_step(2, metrics())
+    summary.finish("interrupted", "stopped by the user")
+    head, first, second, ending, error = format_table(load_summary(tmp_path)).splitlines()
+    assert head.split()[:3] == ["step", "reward", "step"] and "cache hit" in head
+    assert first.split()[:4] == ["1", "0.250", "-", "2.0"] and "0.76" in first
+    assert second.split()[1] == "-"
+    assert ending.startswith("interrupted after 0 s, 2 steps, rollout=war, config ") and "stopped" in error
+
+
+def two_runs(tmp_path: Path, **changes: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    out = []
+    for name, extra in (("vllm", {}), ("war", changes)):
+        summary = start(tmp_path / name, name)
+        for step in (1, 2, 3) if name == "war" else (1, 2):
+            summary.add_step(step, metrics(**extra), 0.5)
+        out.append(load_summary(tmp_path / name))
+    return out[0], out[1]
+
+
+def test_comparison_of_equal_work_gives_ratios_over_common_steps(tmp_path: Path) -> None:
+    a, b = two_runs(tmp_path, **{"rollout/seconds": 1.0, "rollout/generated_tokens": 1040.0})
+    rows = {line.split()[0]: line.split() for line in compare_table(a, b).splitlines()}
+    assert rows["mean"] == ["mean", "per", "step", "vllm", "war", "war/vllm"]
+    assert rows["war/rollout/seconds"] == ["war/rollout/seconds", "2.0", "1.0", "0.50"]
+    assert rows["reward"][1:] == ["0.500", "0.500", "1.00"] and rows["timing_s/step"][1:] == ["-", "-", "-"]
+    assert compare_table(a, b).endswith("steps 1 to 2; equal work within 5%: times may be compared")
+
+
+def test_comparison_of_unequal_work_says_so(tmp_path: Path) -> None:
+    a, b = two_runs(tmp_path, **{"rollout/generated_tokens": 900.0})
+    assert unequal_work(a, b) == ["war/rollout/generated_tokens 1000 against 900"]
+    assert "NOT EQUAL WORK" in compare_table(a, b)
+    for entry in b["steps"]:
+        del entry["metrics"]["war/rollout/turns"]
+    assert "war/rollout/turns unknown" in unequal_work(a, b)
+
+
+def test_comparison_without_common_steps_says_so(tmp_path: Path) -> None:
+    a, b = two_runs(tmp_path)
+    assert compare_table({**a, "steps": []}, b) == "no step that both runs have: vllm has 0, war has 3"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration tree composes on verl's, and what cannot work is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from war_rl.config import ConfigError, WarConfig
+from war_rl.trainers.verl import settings
+from war_rl.trainers.verl.main_ppo import compose
+
+BASE = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.model.path=/nowhere"]
+
+
+@pytest.fixture(autouse=True)
+def platform(monkeypatch):
+    monkeypatch.setenv("WAR_PLATFORM", "cpu")
+
+
+def config(*overrides: str):
+    return compose([*BASE, *overrides])
+
+
+@pytest.mark.parametrize("rollout", settings.ROLLOUTS)
+def test_one_override_switches_the_rollout(rollout):
+    c = config(f"trainer.rollout={rollout}")
+    assert settings.check(c) == WarConfig()
+    assert c.actor_rollout_ref.rollout.name == rollout
+    assert c.trainer.v1.trainer_mode == "war_sync"
+    settings.prepare(c)
+    assert bool(c.actor_rollout_ref.rollout.router_config_path) == (rollout == "war")
+    settings.prepare(c)  # a resumed or nested start prepares again
+
+
+def test_both_rollouts_differ_in_nothing_else():
+    from omegaconf import OmegaConf
+
+    war, vllm = (OmegaConf.to_container(config(f"trainer.rollout={r}"), resolve=True) for r in settings.ROLLOUTS)
+
+    def flat(node, prefix=""):
+        if isinstance(node, dict):
+            return {k2: v2 for k, v in node.items() for k2, v2 in flat(v, f"{prefix}.{k}").items()}
+        return {prefix: node}
+
+    a, b = flat(war), flat(vllm)
+    differing = {key for key in a | b if a.get(key) != b.get(key)}
+    named_after_the_rollout = {key for key in differing if "experiment_name" in key or "local_dir" in key}
+    assert differing - named_after_the_rollout == {".trainer.rollout", ".actor_rollout_ref.rollout.name"}
+
+
+def test_the_settings_reach_the_replicas_through_verls_extension_point():
+    c = config("war.spec.max_draft_tokens=5")
+    assert c.actor_rollout_ref.rollout.custom.war.spec.max_draft_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.rollout=sglang"], ["trainer.rollout='sglang'", "war, vllm"]),
+        (["actor_rollout_ref.rollout.name=vllm"], ["actor_rollout_ref.rollout.name", "trainer.rollout='war'"]),
+        (["war.spec.policy=sometimes"], ["war.spec.policy='sometimes'", "off"]),
+        (["+war.spec.polcy=off"], ["war.spec.polcy", "did you mean"]),
+        (["trainer.v1.trainer_mode=separate_async"], ["trainer.v1.trainer_mode='separate_async'", "war_sync"]),
+        (["trainer.use_v1=False"], ["trainer.use_v1"]),
+        (["actor_rollout_ref.rollout.router_config_path=x.yaml"], ["router_config_path", "trainer.rollout=vllm"]),
+        (["actor_rollout_ref.rollout.full_determinism=True"], ["full_determinism", "leave it False"]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(overrides, words):
+    with pytest.raises(ConfigError) as refused:
+        settings.check(config(*overrides))
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("override", ["war.spec.polcy=off", "war.sepc.policy=off"])
+def test_an_unknown_key_is_refused_with_the_closest_known_one(override):
+    with pytest.raises(ConfigError, match="unknown key"):
+        config(override)
+
+
+def test_a_model_folder_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="/nowhere"):
+        settings.check_model(config())
+
+
+def test_the_demonstration_composes():
+    c = compose(["trainer.rollout=vllm"], "war_demo")
+    settings.check(c)
+    assert c.trainer.experiment_name == "demo-vllm"

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one list of what War-RL logs: name, unit, meaning, healthy range, and what to do when a value leaves it.
+
+docs/metrics.md is :func:`markdown` written to a file (``make docs``). A name that ends in ``*`` stands for a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One value of a step. ``name`` lacks the ``war/`` or ``war_val/`` in front; ``always``: logged in every step."""
+
+    name: str
+    unit: str
+    meaning: str
+    healthy: str = "any"
+    action: str = "nothing"
+    always: bool = True
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "rollout/seconds",
+        "s",
+        "wall time of the rollout: first trajectory submitted to last one in",
+        "steady from step to step",
+        "see tail_share, queue_seconds, env/seconds and cache/hit_rate for where it went",
+    ),
+    Metric(
+        "rollout/tokens_per_s",
+        "tokens/s",
+        "generated tokens over rollout/seconds, all replicas together",
+        "not falling while lengths are steady",
+        "compare with trainer.rollout=vllm on the same config",
+    ),
+    Metric(
+        "rollout/trajectories",
+        "trajectories",
+        "trajectories that ended, failed and truncated ones included",
+        "batch size x n",
+        "look for failed ones",
+    ),
+    Metric("rollout/trajectories_per_s", "1/s", "trajectories over rollout/seconds"),
+    Metric("rollout/turns", "turns", "assistant generations, that is engine requests"),
+    Metric("rollout/turns_max", "turns", "turns of the longest trajectory"),
+    Metric(
+        "rollout/generated_tokens",
+        "tokens",
+        "tokens the model wrote; compare runs only at equal work (within 5 %)",
+    ),
+    Metric(
+        "rollout/failed",
+        "trajectories",
+        "trajectories that ended in an error (agent loop, environment, time limit)",
+        "0",
+        "the log names each with its error",
+    ),
+    Metric(
+        "rollout/truncated",
+        "trajectories",
+        "trajectories cut by the context or response budget",
+        "a few at most",
+        "raise data.max_response_length or lower the number of turns",
+    ),
+    Metric(
+        "rollout/turn_errors",
+        "turns",
+        "turns that ended in an error, those that were placed again and then succeeded included",
+        "0",
+        "look for a dead or draining replica in the log",
+    ),
+    Metric(
+        "rollout/preemptions",
+        "events",
+        "requests whose KV cache the engine threw away to make room (vllm:num_preemptions)",
+        "0",
+        "admit fewer trajectories or give the engine more KV cache",
+    ),
+    Metric(
+        "rollout/tail_seconds",
+        "s",
+        "time from 90 % to 100 % of the trajectories",
+        "small against rollout/seconds",
+        "the step waits for its slowest trajectories: drafting should be on there (spec/drafts), see turns_max",
+    ),
+    Metric("rollout/tail_share", "ratio", "tail_seconds over rollout/seconds", "below 0.3", "as tail_seconds"),
+    Metric("rollout/trajectory_seconds_max", "s", "duration of the slowest trajectory"),
+    Metric(
+        "rollout/queue_seconds",
+        "s",
+        "time turns were held by the router, summed over turns",
+        "near 0 while replicas are not full",
+        "replicas are saturated: add KV cache, or see sched/waiting_max",
+    ),
+    Metric("cache/prompt_tokens", "tokens", "prompt tokens of all turns; cached_tokens + computed_tokens"),
+    Metric("cache/cached_tokens", "tokens", "prompt tokens served from KV blocks a replica still held"),
+    Metric("cache/computed_tokens", "tokens", "prompt tokens that were prefilled"),
+    Metric(
+        "cache/hit_rate",
+        "ratio",
+        "cached over prompt tokens, turns whose engine reported it",
+        "above 0.5 with several turns per trajectory",
+        "check sched/sticky_rate and rollout/preemptions; block_size must be small against a prompt",
+    ),
+    Metric(
+        "cache/unreported_turns",
+        "turns",
+        "turns for which the engine gave no cached-token count; they count as computed and not in hit_rate",
+        "0",
+        "look at rollout/turn_errors",
+    ),
+    Metric(
+        "cache/engine_hit_rate",
+        "ratio",
+        "vllm:prefix_cache_hits over vllm:prefix_cache_queries",
+        "equal to hit_rate",
+        "a difference means traffic that is not ours, or a lost record",
+        always=False,
+    ),
+    Metric(
+        "spec/drafts",
+        "verify steps",
+        "request-steps that carried a draft (vllm:spec_decode_num_drafts)",
+        "above 0 unless saturated or war.spec.policy=off",
+        "check the log for requests whose sampling parameters the verifier does not support",
+    ),
+    Metric("spec/draft_tokens", "tokens", "tokens proposed (vllm:spec_decode_num_draft_tokens)"),
+    Metric("spec/accepted_tokens", "tokens", "draft tokens the verifier kept (vllm:spec_decode_num_accepted_tokens)"),
+    Metric(
+        "spec/acceptance_rate",
+        "ratio",
+        "accepted over draft tokens",
+        "0.2 to 0.9",
+        "low: drafts cost more than they give, raise war.spec.min_token_prob; near 1.0: the verifier may be broken",
+    ),
+    Metric(
+        "spec/mean_acceptance_length",
+        "tokens",
+        "1 + accepted_tokens / drafts: tokens committed per verify step, bonus token included; 1 without drafts",
+        "1.3 and more",
+        "as acceptance_rate",
+    ),
+    Metric("spec/wasted_tokens", "tokens", "draft_tokens - accepted_tokens: verified for nothing"),
+    Metric(
+        "spec/proposer_*",
+        "as the value without it",
+        "the proposer's own count of a value that the engine counts as well",
+        "close to the engine's",
+        "a large gap means that drafts were dropped between proposer and verifier",
+        always=False,
+    ),
+    Metric("spec/*", "see the drafter", "further counters of the drafters, summed over replicas", always=False),
+    Metric(
+        "sched/sticky_rate",
+        "ratio",
+        "turns after a trajectory's first that ran where its previous turn ran; 1 when there is none",
+        "1.0 without migrations",
+        "see sched/migrations and sched/lost_turns",
+    ),
+    Metric(
+        "sched/replica_tokens_max_over_mean",
+        "ratio",
+        "load of the busiest replica over the mean: tokens in flight over time as the scheduler sees them, or, for the "
+        "stock rollout, tokens computed and generated",
+        "1.0 to 1.3",
+        "one replica is far behind or gets too much; see the per-replica values",
+    ),
+    Metric("sched/*", "see the scheduler", "further values of the scheduler for this step", always=False),
+    Metric(
+        "env/seconds",
+        "s",
+        "time in environments and tools, summed over trajectories",
+        "small against rollout/seconds x trajectories",
+        "slow environments: raise their concurrency",
+    ),
+    Metric(
+        "env/seconds_max",
+        "s",
+        "largest environment time of one trajectory",
+        "below rollout/seconds / 2",
+        "a hanging environment is cut by war.env.step_timeout_s",
+    ),
+)
+
+PREFIXES = ("war/", "war_val/")
+
+
+def _bare(name: str) -> str | None:
+    return next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), None)
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Logged ``war/...`` and ``war_val/...`` names that the registry does not know. Names of others are ignored."""
+    bare = [(name, _bare(name)) for name in names]
+    return sorted(n for n, b in bare if b is not None and not any(fnmatchcase(b, m.name) for m in METRICS))
+
+
+def missing(names: Iterable[str], *, validate: bool = False) -> list[str]:
+    """Names that every step logs and that are not among ``names``."""
+    prefix = PREFIXES[1] if validate else PREFIXES[0]
+    return sorted({f"{prefix}{m.name}" for m in METRICS if m.always} - set(names))
+
+
+def markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Made from `war_rl/metrics_registry.py` by `make docs`; edit there.",
+        "",
+        "Each training step logs these as `war/<name>`, each validation pass as `war_val/<name>`. Values are those of",
+        "one step, never cumulative, summed over replicas. A name that ends in `*` stands for a family.",
+    ]
+    room = ""
+    for metric in METRICS:
+        if metric.name.partition("/")[0] != room:
+            room = metric.name.partition("/")[0]
+            lines += ["", f"## {room}", ""]
+            lines += ["| name | unit | meaning | healthy | when it is off |", "|---|---|---|---|---|"]
+        cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.healthy, metric.action)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
