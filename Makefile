@@ -44,6 +44,8 @@ lint: env ## ruff and mypy
 
 docs: env ## write the generated pages
 	$(BIN)/python -c 'from war_rl.metrics_registry import markdown; open("docs/metrics.md", "w").write(markdown())'
+	$(BIN)/python -c 'from war_rl.config_docs import markdown; open("docs/configuration.md", "w").write(markdown())'
+	$(BIN)/python -c 'from war_rl.config_docs import default_yaml; open("configs/war/default.yaml", "w").write(default_yaml())'
 
 clean: ## remove the environment, caches and runs (not the model in ~/.cache/war-rl)
 	rm -rf '$(VENV)' runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real training run for each configuration, shared by the tests that look at it."""
+"""Three real training runs, shared by the tests that look at them; engines and trainers take a minute to start.
+
+- ``grpo_war``: two GRPO steps with the WAR worker group.
+- ``ppo_war``: PPO with a critic; some of its agent loops fail in every way they can; Ctrl-C in the second step.
+- ``grpo_vllm``: GRPO with verl's stock rollout; an engine is killed in the second step.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.tiny_run import tiny_model, tiny_overrides
@@ -20,11 +30,14 @@ TIMEOUT_S = 900
 
 @dataclass
 class Run:
-    """A finished run: exit code, output, summary, verl's own metrics by step."""
+    """A finished run: exit code, output, summary, recorded trajectories, and what was seen around its end."""
 
     folder: Path
     code: int
     output: str
+    seconds_after_action: float = 0.0
+    left_processes: list[str] = field(default_factory=list)
+    left_shared_memory: list[str] = field(default_factory=list)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -38,20 +51,40 @@ class Run:
         return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def run_training(folder: Path, *overrides: str) -> Run:
-    """`war-rl train` on the tiny model in a process of its own."""
+def run_training(
+    folder: Path, *overrides: str, when: str = "", act: Callable[[psutil.Process], None] | None = None
+) -> Run:
+    """`war-rl train` on the tiny model; once its output holds ``when``, ``act`` is called with its process."""
     command = [sys.executable, "-m", "war_rl", "train", *tiny_overrides(folder, *overrides)]
-    env = {**os.environ, "WANDB_MODE": "offline", "HYDRA_FULL_ERROR": "1"}
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S
+    env = {**os.environ, "WANDB_MODE": "offline", "HYDRA_FULL_ERROR": "1", "PYTHONPATH": str(Path.cwd())}
+    shared_before = set(os.listdir("/dev/shm"))
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    watchdog = threading.Timer(TIMEOUT_S, process.kill)
+    watchdog.start()
+    output, acted, family = [], 0.0, set()
+    assert process.stdout is not None
+    for line in process.stdout:
+        output.append(line)
+        if act is not None and not acted and when in line:
+            family = {p for p in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]}
+            act(psutil.Process(process.pid))
+            acted = time.monotonic()
+    code = process.wait()
+    watchdog.cancel()
+    text = "".join(output)
+    (folder / "output.log").write_text(text)
+    return Run(
+        folder,
+        code,
+        text,
+        seconds_after_action=time.monotonic() - acted if acted else 0.0,
+        left_processes=[" ".join(p.cmdline())[:200] for p in family if p.is_running()],
+        left_shared_memory=sorted(set(os.listdir("/dev/shm")) - shared_before),
     )
-    (folder / "output.log").write_text(done.stdout)
-    return Run(folder, done.returncode, done.stdout)
 
 
 @pytest.fixture(scope="session")
 def grpo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two GRPO steps with the WAR worker group."""
     folder = tmp_path_factory.mktemp("grpo_war")
     return run_training(
         folder,
@@ -64,24 +97,37 @@ def grpo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="session")
 def ppo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One PPO step with a GAE critic and a stock agent loop for validation."""
+    folder = tmp_path_factory.mktemp("ppo_war")
+    loops = folder / "loops.yaml"
+    loops.write_text("- name: textarena_agent\n  _target_: tests.support.faulty_loop.FaultyLoop\n")
     return run_training(
-        tmp_path_factory.mktemp("ppo_war"),
+        folder,
         "trainer.rollout=war",
         "algorithm.adv_estimator=gae",
-        "trainer.total_training_steps=1",
-        *CRITIC,
+        f"critic.model.path={tiny_model()}",
+        "critic.ppo_micro_batch_size_per_gpu=4",
+        "critic.optim.lr=1e-3",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
+        "war.env.step_timeout_s=2",
+        "war.fault.trajectory_timeout_s=20",
+        "trainer.total_training_steps=5",
+        when="] step 2:",
+        act=lambda process: process.send_signal(signal.SIGINT),
     )
 
 
 @pytest.fixture(scope="session")
 def grpo_vllm(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One GRPO step with verl's stock rollout."""
-    return run_training(tmp_path_factory.mktemp("grpo_vllm"), "trainer.rollout=vllm", "trainer.total_training_steps=1")
+    return run_training(
+        tmp_path_factory.mktemp("grpo_vllm"),
+        "trainer.rollout=vllm",
+        "trainer.total_training_steps=5",
+        when="step 1 done",
+        act=_kill_an_engine,
+    )
 
 
-CRITIC = (
-    f"critic.model.path={tiny_model()}",
-    "critic.ppo_micro_batch_size_per_gpu=4",
-    "critic.optim.lr=1e-3",
-)
+def _kill_an_engine(process: psutil.Process) -> None:
+    engines = [p for p in process.children(recursive=True) if "VLLM::EngineCore" in " ".join(p.cmdline())]
+    assert engines, "no engine process found"
+    engines[0].kill()

@@ -65,10 +65,9 @@ def test_metrics_add_up(grpo_war, step):
 
 
 def test_every_war_metric_is_documented(grpo_war):
-    from war_rl.metrics_registry import is_documented
+    from war_rl.metrics_registry import undocumented
 
-    unknown = {k for s in STEPS for k in grpo_war.step(s) if k.startswith("war") and not is_documented(k)}
-    assert not unknown
+    assert not undocumented({k for s in STEPS for k in grpo_war.step(s) if k.startswith("war")})
 
 
 def test_both_replicas_hold_the_trained_weights(grpo_war):
@@ -90,19 +89,41 @@ def test_both_replicas_hold_the_trained_weights(grpo_war):
 
 
 def test_ppo_with_a_critic(ppo_war):
-    assert ppo_war.code == 0, ppo_war.output[-5000:]
     metrics = ppo_war.step(1)
     assert math.isfinite(metrics["critic/vf_loss"])
     assert metrics["war/spec/accepted_tokens"] > 0
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
 
 
+def test_failing_trajectories_are_counted_and_named_and_their_siblings_train(ppo_war):
+    metrics = ppo_war.step(1)
+    assert metrics["war/rollout/trajectories"] == PROMPTS * N
+    assert metrics["war/rollout/failed"] == PROMPTS
+    for words in ("the loop's own error", "EnvironmentTimeout", "TrajectoryTimeout", "maximum context length"):
+        assert words in ppo_war.output
+
+
+def test_ctrl_c_ends_everything_and_leaves_nothing(ppo_war):
+    assert ppo_war.code == 130, ppo_war.output[-5000:]
+    assert ppo_war.seconds_after_action < 20
+    assert ppo_war.left_processes == []
+    assert ppo_war.left_shared_memory == []
+    assert ppo_war.summary["status"] == "interrupted"
+
+
 def test_the_stock_rollout_runs_the_same_job(grpo_vllm):
-    assert grpo_vllm.code == 0, grpo_vllm.output[-5000:]
     metrics = grpo_vllm.step(1)
     assert metrics["war/spec/drafts"] == 0
     assert metrics["war/rollout/trajectories"] == PROMPTS * N
-    assert (
-        metrics["war/cache/cached_tokens"] + metrics["war/cache/computed_tokens"] == metrics["war/cache/prompt_tokens"]
-    )
+    cached, computed = metrics["war/cache/cached_tokens"], metrics["war/cache/computed_tokens"]
+    assert cached + computed == metrics["war/cache/prompt_tokens"]
     assert metrics["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_a_dead_engine_stops_the_run_and_names_its_cause(grpo_vllm):
+    assert grpo_vllm.code not in (0, 130), grpo_vllm.output[-5000:]
+    assert grpo_vllm.seconds_after_action < 60
+    assert grpo_vllm.summary["status"] == "failed"
+    assert "rollout replica" in grpo_vllm.summary["error"]
+    assert "SIGKILL" in grpo_vllm.summary["error"]
+    assert grpo_vllm.left_processes == []

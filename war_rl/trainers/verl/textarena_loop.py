@@ -45,7 +45,8 @@ class _Episode:
     logprobs: list[float] = field(default_factory=list)
     turns: int = 0
     env_turns: int = 0
-    env_seconds: float = 0.0
+    reset_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
     truncated: bool = False
     turn_limited: bool = False
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +99,7 @@ class TextArenaAgentLoop(AgentLoopBase):
         messages = _with_opening(list(kwargs["raw_prompt"]), opening, game)
         ids = await self.ct_build_initial_tokens(messages)
         episode = _Episode(messages=messages, ids=ids, prompt_len=len(ids))
-        episode.env_seconds = time.perf_counter() - started
+        episode.reset_seconds = time.perf_counter() - started
         await self._play(game, episode, request_id, sampling_params)
         return self._output(game, episode)
 
@@ -116,7 +117,7 @@ class TextArenaAgentLoop(AgentLoopBase):
             action = await self._generate(episode, request_id, sampling_params, min(self.max_tokens_per_turn, room))
             started = time.perf_counter()
             result: StepResult = await self._in_time(game, "step", functools.partial(game.step, action))
-            episode.env_seconds += time.perf_counter() - started
+            episode.step_seconds.append(time.perf_counter() - started)
             if result.done:
                 return
             if episode.turns >= self.max_turns:
@@ -191,7 +192,8 @@ class TextArenaAgentLoop(AgentLoopBase):
             "war_truncated": int(episode.truncated),
             "war_turn_limited": int(episode.turn_limited),
             "war_invalid_moves": game.invalid_moves,
-            "war_env_seconds": episode.env_seconds,
+            # One for each turn: what a recording keeps as the turn's tool time.
+            "war_env_seconds": episode.step_seconds,
         }
         episode.extra.update(counts, turn_scores=[], tool_rewards=[])
         # verl averages these in validation; they must be numbers.
@@ -200,7 +202,7 @@ class TextArenaAgentLoop(AgentLoopBase):
             "truncated": int(episode.truncated),
             "invalid_moves": game.invalid_moves,
         }
-        episode.metrics["tool_calls"] = episode.env_seconds
+        episode.metrics["tool_calls"] = episode.reset_seconds + sum(episode.step_seconds)
         return AgentLoopOutput(
             prompt_ids=episode.ids[: episode.prompt_len],
             response_ids=episode.ids[episode.prompt_len :],
