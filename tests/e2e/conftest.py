@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three real training runs, shared by the tests that look at them; engines and trainers take a minute to start.
 
-- ``grpo_war``: two GRPO steps with the WAR worker group.
+- ``grpo_war``: a validation with verl's own agent loop, then two GRPO steps with the WAR worker group.
 - ``ppo_war``: PPO with a critic; some of its agent loops fail in every way they can; Ctrl-C in the second step.
 - ``grpo_vllm``: GRPO with verl's stock rollout; an engine is killed in the second step.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.tiny_run import tiny_model, tiny_overrides
+from tests.support.tiny_run import stock_loop_validation, tiny_model, tiny_overrides
 
 TIMEOUT_S = 900
 
@@ -52,9 +52,16 @@ class Run:
 
 
 def run_training(
-    folder: Path, *overrides: str, when: str = "", act: Callable[[psutil.Process], None] | None = None
+    folder: Path,
+    *overrides: str,
+    loop: str = "GuessingLoop",
+    when: str = "",
+    act: Callable[[psutil.Process], None] | None = None,
 ) -> Run:
     """`war-rl train` on the tiny model; once its output holds ``when``, ``act`` is called with its process."""
+    loops = folder / "loops.yaml"
+    loops.write_text(f"- name: textarena_agent\n  _target_: tests.support.loops.{loop}\n")
+    overrides = (f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}", *overrides)
     command = [sys.executable, "-m", "war_rl", "train", *tiny_overrides(folder, *overrides)]
     env = {**os.environ, "WANDB_MODE": "offline", "HYDRA_FULL_ERROR": "1", "PYTHONPATH": str(Path.cwd())}
     shared_before = set(os.listdir("/dev/shm"))
@@ -89,6 +96,7 @@ def grpo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_training(
         folder,
         "trainer.rollout=war",
+        *stock_loop_validation(folder),
         f"war.record_trajectories={folder}/trajectories",
         "trainer.save_freq=2",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",
@@ -98,8 +106,6 @@ def grpo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="session")
 def ppo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("ppo_war")
-    loops = folder / "loops.yaml"
-    loops.write_text("- name: textarena_agent\n  _target_: tests.support.faulty_loop.FaultyLoop\n")
     return run_training(
         folder,
         "trainer.rollout=war",
@@ -107,10 +113,10 @@ def ppo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
         f"critic.model.path={tiny_model()}",
         "critic.ppo_micro_batch_size_per_gpu=4",
         "critic.optim.lr=1e-3",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         "war.env.step_timeout_s=2",
         "war.fault.trajectory_timeout_s=20",
         "trainer.total_training_steps=5",
+        loop="FaultyLoop",
         when="] step 2:",
         act=lambda process: process.send_signal(signal.SIGINT),
     )

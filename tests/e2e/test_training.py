@@ -22,7 +22,7 @@ def test_the_run_finishes(grpo_war):
 @pytest.mark.parametrize("step", STEPS)
 def test_all_groups_are_complete(grpo_war, step):
     groups: dict[str, set[int]] = {}
-    for t in grpo_war.trajectories():
+    for t in training(grpo_war):
         if t["step"] == step:
             groups.setdefault(t["group"], set()).add(t["session"])
     assert len(groups) == PROMPTS
@@ -30,12 +30,26 @@ def test_all_groups_are_complete(grpo_war, step):
     assert grpo_war.step(step)["war/rollout/trajectories"] == PROMPTS * N
 
 
+def training(run):
+    return [t for t in run.trajectories() if not t["validate"]]
+
+
 def test_trajectories_have_several_turns(grpo_war):
-    assert max(len(t["replicas"]) for t in grpo_war.trajectories()) >= 3
+    assert max(len(t["replicas"]) for t in training(grpo_war)) >= 3
+
+
+def test_a_stock_agent_loop_runs_unchanged_and_validation_is_kept_apart(grpo_war):
+    stock = [t for t in grpo_war.trajectories() if t["validate"]]
+    assert len(stock) == 4
+    assert all(len(t["replicas"]) == 1 for t in stock)
+    metrics = grpo_war.step(1)
+    assert metrics["war_val/rollout/trajectories"] == 4
+    assert metrics["war_val/rollout/failed"] == 0
+    assert metrics["war/rollout/trajectories"] == PROMPTS * N
 
 
 def test_each_trajectory_stays_on_one_replica_and_both_replicas_work(grpo_war):
-    homes = [set(t["replicas"]) for t in grpo_war.trajectories()]
+    homes = [set(t["replicas"]) for t in training(grpo_war)]
     assert all(len(home) == 1 for home in homes)
     assert len(set.union(*homes)) == 2
     assert all(grpo_war.step(s)["war/sched/sticky_rate"] == 1.0 for s in STEPS)

@@ -29,6 +29,21 @@ def tiny_model() -> Path:
     return sharp
 
 
+def stock_loop_validation(folder: Path) -> list[str]:
+    """Overrides that validate before training with verl's own single-turn agent loop and a reward function."""
+    import pandas
+
+    rows = pandas.read_parquet(prepare_data(folder / "data", "GuessTheNumber-v0", 16, 4, 0)[1])
+    rows["agent_name"] = "single_turn_agent"
+    path = folder / "data" / "val_stock_loop.parquet"
+    rows.to_parquet(path)
+    return [
+        f"data.val_files={path}",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('reward.py')}",
+        "trainer.val_before_train=True",
+    ]
+
+
 def tiny_overrides(folder: Path, *extra: str) -> list[str]:
     """Hydra overrides for a two-step GRPO run whose every file lies below ``folder``."""
     model = tiny_model()

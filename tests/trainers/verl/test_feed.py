@@ -69,7 +69,7 @@ def test_every_replica_gets_everything_in_order():
     asyncio.run(main())
 
 
-def test_a_busy_replica_loses_text_and_the_others_do_not():
+def test_a_busy_replica_gets_everything_later_and_holds_nobody_up():
     async def main():
         hold = asyncio.Event()
         slow, fast = Server(hold), Server()
@@ -79,12 +79,25 @@ def test_a_busy_replica_loses_text_and_the_others_do_not():
             await settle()
         assert [i.start for i in fast.got] == [0, 5, 10]
         assert [i.start for i in slow.got] == [0]
-        assert feed.counters["feed_dropped_tokens"] == 10
         hold.set()
         await settle()
-        feed.publish(item(5, 15))
-        await settle()
-        assert [i.start for i in slow.got] == [0, 15]
+        assert [i.start for i in slow.got] == [0, 5, 10]
+        assert feed.counters["feed_dropped_tokens"] == 0
+        assert feed._bytes == 0
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_never_answers_cannot_fill_the_memory():
+    async def main():
+        slow, fast = Server(asyncio.Event()), Server()
+        feed = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config(feed_max_mb=1), share=lambda b: b)
+        for session in range(6):
+            feed.publish(item(100_000, session=session))
+            await settle()
+        assert [i.trajectory.session for i in fast.got] == list(range(6))
+        assert feed._bytes <= 1 << 20
+        assert feed.counters["feed_dropped_tokens"] > 0
 
     asyncio.run(main())
 

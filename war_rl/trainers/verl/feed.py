@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sending end of the feed: text of this process's trajectories on its way to every replica's drafter.
 
-Messages are batched, at most one is under way to each replica, and what waits is bounded: when a replica cannot keep
-up, the oldest text is dropped and counted, because drafting is only ever a help and must never delay a rollout.
+Items wait in one log; each replica has a cursor into it and at most one message under way, so a slow replica gets
+larger messages, not more of them. What waits is bounded: when a replica cannot keep up, the oldest text is dropped and
+counted, because drafting is only ever a help and must never delay a rollout.
 """
 
 from __future__ import annotations
@@ -32,23 +33,29 @@ class FeedPublisher:
         self._share = share
         self._config = config
         self._enabled = config.feed and config.policy != "off"
-        self._queue: deque[FeedItem] = deque()
-        self._queued_bytes = 0
-        self._sender: asyncio.Task[None] | None = None
+        self._log: deque[FeedItem] = deque()
+        self._first = 0  # sequence number of the log's first item
+        self._bytes = 0
+        self._cursors: dict[str, int] = {}
         self._busy: dict[str, asyncio.Future[Any]] = {}
-        self.counters = {"feed_items": 0.0, "feed_tokens": 0.0, "feed_dropped_tokens": 0.0, "feed_errors": 0.0}
-        self.counters["feed_rewritten"] = 0.0
+        self._payload: tuple[int, int, Any] = (0, 0, None)
+        self._sender: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self.counters = dict.fromkeys(
+            ("feed_items", "feed_tokens", "feed_dropped_tokens", "feed_errors", "feed_rewritten"), 0.0
+        )
 
     def publish(self, item: FeedItem) -> None:
         """Queue one item; returns at once."""
         if not self._enabled or not len(item.tokens):
             return
-        self._queue.append(item)
-        self._queued_bytes += item.tokens.nbytes
-        while self._queued_bytes > self._config.feed_max_mb << 20:
-            dropped = self._queue.popleft()
-            self._queued_bytes -= dropped.tokens.nbytes
-            self.counters["feed_dropped_tokens"] += len(dropped.tokens)
+        self._log.append(item)
+        self._bytes += item.tokens.nbytes
+        self.counters["feed_items"] += 1
+        self.counters["feed_tokens"] += len(item.tokens)
+        while self._bytes > self._config.feed_max_mb << 20:
+            self._drop_oldest()
+        self._news.set()
         if self._sender is None or self._sender.done():
             self._sender = asyncio.get_running_loop().create_task(self._send_all())
 
@@ -56,40 +63,73 @@ class FeedPublisher:
         """An agent loop changed text that had been fed already."""
         self.counters["feed_rewritten"] += 1
 
-    async def _send_all(self) -> None:
-        while self._queue:
-            await asyncio.sleep(self._config.feed_interval_ms / 1000)
-            items = list(self._queue)
-            self._queue.clear()
-            self._queued_bytes = 0
-            try:
-                await self._send(items)
-            except Exception as error:
-                # A dead replica is the trainer's business; the feed only says that it could not send.
-                self.counters["feed_errors"] += 1
-                if self.counters["feed_errors"] == 1:
-                    logger.warning("War-RL feed could not be sent (said once): %s: %s", type(error).__name__, error)
+    def _drop_oldest(self) -> None:
+        dropped = self._log.popleft()
+        self._first += 1
+        self._bytes -= dropped.tokens.nbytes
+        missed = sum(cursor < self._first for cursor in self._cursors.values())
+        self.counters["feed_dropped_tokens"] += len(dropped.tokens) * max(1, missed)
 
-    async def _send(self, items: list[FeedItem]) -> None:
-        # Asked each time: replicas come and go, and a message costs more than this small call.
-        servers: dict[str, Any] = await self._router.get_server_handles.remote()
-        blob = encode_feed(items)
-        payload: Any = self._share(blob) if len(blob) > _SHARE_BYTES and len(servers) > 1 else blob
-        tokens = sum(len(item.tokens) for item in items)
-        self.counters["feed_items"] += len(items)
-        self.counters["feed_tokens"] += tokens
-        for server_id in list(self._busy):
-            if server_id not in servers or self._busy[server_id].done():
-                _retrieve(self._busy.pop(server_id))
+    async def _send_all(self) -> None:
+        while self._log:
+            await asyncio.sleep(self._config.feed_interval_ms / 1000)
+            try:
+                # Asked each time: replicas come and go, and a message costs more than this small call.
+                servers: dict[str, Any] = await self._router.get_server_handles.remote()
+                self._settle(servers)
+                self._send(servers)
+                await self._something_happens()
+                self._settle(servers)
+            except Exception as error:
+                self._count_error(error)
+                # Nobody to send to: what waits stays until there is, within its bound.
+                return
+
+    async def _something_happens(self) -> None:
+        """A message has arrived, or there is new text."""
+        self._news.clear()
+        news = asyncio.ensure_future(self._news.wait())
+        await asyncio.wait({*self._busy.values(), news}, return_when=asyncio.FIRST_COMPLETED)
+        news.cancel()
+
+    def _send(self, servers: dict[str, Any]) -> None:
+        end = self._first + len(self._log)
         for server_id, server in servers.items():
-            if server_id in self._busy:
-                # Still taking in the last message: this one is dropped for that replica only.
-                self.counters["feed_dropped_tokens"] += tokens
+            start = max(self._cursors.get(server_id, self._first), self._first)
+            if server_id in self._busy or start == end:
                 continue
+            self._cursors[server_id] = end
+            payload = self._encoded(start, end, len(servers))
             self._busy[server_id] = asyncio.ensure_future(server.war_feed.remote(payload))
 
+    def _encoded(self, start: int, end: int, replicas: int) -> Any:
+        """Replicas that are at the same place in the log share one message."""
+        if self._payload[:2] != (start, end):
+            items = [self._log[i - self._first] for i in range(start, end)]
+            blob = encode_feed(items)
+            shared = self._share(blob) if len(blob) > _SHARE_BYTES and replicas > 1 else blob
+            self._payload = (start, end, shared)
+        return self._payload[2]
 
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Take a finished future's error, so that asyncio does not report it as never retrieved."""
-    if future.done() and not future.cancelled():
-        future.exception()
+    def _settle(self, servers: dict[str, Any]) -> None:
+        """Forget finished messages and what every replica has been sent."""
+        for server_id, message in list(self._busy.items()):
+            if message.done():
+                del self._busy[server_id]
+                if not message.cancelled() and (error := message.exception()) is not None:
+                    self._count_error(error)
+            elif server_id not in servers:
+                # Its actor is gone; the call will fail some time.
+                del self._busy[server_id]
+                message.cancel()
+        self._cursors = {server_id: c for server_id, c in self._cursors.items() if server_id in servers}
+        reached = min((self._cursors.get(server_id, self._first) for server_id in servers), default=self._first)
+        while self._first < reached:
+            self._bytes -= self._log.popleft().tokens.nbytes
+            self._first += 1
+
+    def _count_error(self, error: BaseException) -> None:
+        # A dead replica is the trainer's business; the feed only says that it could not send.
+        self.counters["feed_errors"] += 1
+        if self.counters["feed_errors"] == 1:
+            logger.warning("War-RL feed could not be sent (said once): %s: %s", type(error).__name__, error)

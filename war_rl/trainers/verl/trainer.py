@@ -114,6 +114,7 @@ class WarTrainerSync(PPOTrainerSync):
     def on_validate_end(self) -> None:
         self._observe.check_health()
         self._validation_metrics = self._observe.end()
+        self._run.add_validation(self.global_steps, self._validation_metrics)
         super().on_validate_end()
 
     def on_init_end(self) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The game loop, but the first member of each group fails, each group in another way; its siblings play on."""
+"""Agent loops of the end-to-end runs: the game loop for a model that writes noise, and one that fails on purpose."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 from typing import Any
@@ -11,13 +12,25 @@ from typing import Any
 from war_rl.trainers.verl.context import CURRENT_EPISODE
 from war_rl.trainers.verl.textarena_loop import TextArenaAgentLoop
 
+
+class GuessingLoop(TextArenaAgentLoop):
+    """Reads any text as a valid guess, so that a random model's games last several turns."""
+
+    async def _in_time(self, game: Any, what: str, call: Any) -> Any:
+        if what == "step":
+            call = functools.partial(game.step, f"[{len(call.args[0]) % 20 + 1}]")
+        return await super()._in_time(game, what, call)
+
+
 FAULTS = ("raises", "hangs", "never ends", "overflows")
 
 # One agent-loop worker starts all trajectories of the tests' runs, so four groups a step see all four faults.
 _next_fault = itertools.cycle(FAULTS)
 
 
-class FaultyLoop(TextArenaAgentLoop):
+class FaultyLoop(GuessingLoop):
+    """The first member of each group fails, each group in another way; its siblings play on."""
+
     fault: str | None = None
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
@@ -35,5 +48,5 @@ class FaultyLoop(TextArenaAgentLoop):
 
     async def _in_time(self, game: Any, what: str, call: Any) -> Any:
         if self.fault == "hangs" and what == "step":
-            call = lambda: time.sleep(3600)  # noqa: E731
+            return await TextArenaAgentLoop._in_time(self, game, what, lambda: time.sleep(3600))
         return await super()._in_time(game, what, call)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each recipe's script, run with a command that only records its arguments: they must compose and pass our checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(
+    p for p in (ROOT / "recipes").glob("*/run*.sh") if "war-rl train" in p.read_text() or '" train' in p.read_text()
+)
+
+
+def recorded(script: Path, folder: Path) -> list[str]:
+    """The arguments of the script's last call of War-RL's command line."""
+    fake = folder / "war-rl"
+    out = folder / "arguments.json"
+    fake.write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open({str(out)!r}, 'w'))\n")
+    fake.chmod(0o755)
+    subprocess.run([str(script)], env={**os.environ, "WAR_RL": str(fake)}, check=True)
+    return list(json.loads(out.read_text()))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_a_recipe_composes_and_is_accepted(script, tmp_path, monkeypatch):
+    from war_rl.trainers.verl import settings
+    from war_rl.trainers.verl.main_ppo import DEFAULT_CONFIG, compose
+
+    command, *arguments = recorded(script, tmp_path)
+    assert command == "train"
+    monkeypatch.setenv("WAR_PLATFORM", "cpu" if "cpu" in script.parent.name else "gpu")
+    name = DEFAULT_CONFIG
+    if arguments[:1] == ["--config-name"]:
+        name, arguments = arguments[1], arguments[2:]
+    config = compose(arguments, name)
+    settings.check(config)
+    assert config.actor_rollout_ref.rollout.name == "war"
+
+
+def test_there_are_recipes():
+    assert len(SCRIPTS) >= 2
