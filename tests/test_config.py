@@ -65,7 +65,7 @@ def test_every_number_is_bounded_and_every_default_lies_inside():
         ({"spec": {"max_draft_tokens": "8"}}, ["war.spec.max_draft_tokens", "whole number"]),
         ({"spec": {"max_draft_tokens": True}}, ["war.spec.max_draft_tokens", "whole number"]),
         ({"spec": {"feed": "yes"}}, ["war.spec.feed", "true or false"]),
-        ({"spec": {"max_draft_tokens": 24, "tree_depth": 24}}, ["max_draft_tokens=24", "tree_depth=24"]),
+        ({"fault": {"trajectory_timeout_s": 5}}, ["trajectory_timeout_s=5", "step_timeout_s=60"]),
         ({"spec": 3}, ["war.spec=3", "section"]),
         ({"env": {"step_timeout_s": float("nan")}}, ["war.env.step_timeout_s"]),
     ],

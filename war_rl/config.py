@@ -26,19 +26,17 @@ class SpecConfig:
 
     policy: str = "war"
     """Who decides how many tokens to draft: ``war`` (drafting is on while a replica runs at most ``max_running``
-    requests, the published rule) or ``off``."""
+    requests, the published rule), ``budget`` (as many as pay by the fitted step time) or ``off``."""
     max_running: int = 16
     """Policy ``war``: most requests running on a replica for which it still drafts. Unit: requests."""
     max_draft_tokens: int = 8
     """Most tokens drafted for one request in one engine step. Unit: tokens."""
-    tree_depth: int = 24
-    """Longest suffix a tree stores, so also the longest context that is matched. Unit: tokens."""
     min_token_prob: float = 0.1
     """A draft ends where the tree's estimate of the next token falls below this. Unit: probability."""
     window_steps: int = 2
     """How many past steps' text stays draftable; 0 keeps the current step only. Unit: steps."""
     memory_mb: int = 1024
-    """Hard bound of all trees of one replica, oldest step evicted first. Unit: MiB."""
+    """Hard bound of all text of one replica, oldest step evicted first. Unit: MiB."""
     ingest_ms: float = 2.0
     """Longest time that taking in or evicting text may hold one engine step. Unit: milliseconds."""
     feed: bool = True
@@ -166,7 +164,7 @@ class WarConfig:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "spec.policy": ("war", "off"),
+    "spec.policy": ("war", "budget", "off"),
     "scheduler.policy": (
         "cost",
         "least_tokens",
@@ -182,7 +180,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 BOUNDS: dict[str, tuple[float, float]] = {
     "spec.max_running": (1, 1_000_000),
     "spec.max_draft_tokens": (1, 64),
-    "spec.tree_depth": (2, 256),
     "spec.min_token_prob": (0.0, 1.0),
     "spec.window_steps": (0, 1000),
     "spec.memory_mb": (1, 1_000_000),
@@ -237,7 +234,7 @@ def load_config(values: Mapping[str, Any] | None) -> WarConfig:
     Raises:
         ConfigError: unknown key, wrong type, value out of range, or contradicting values.
     """
-    config = _build(WarConfig, dict(values or {}), "")
+    config: WarConfig = _build(WarConfig, dict(values or {}), "")
     _check_contradictions(config)
     return config
 
@@ -296,10 +293,11 @@ def _in_bounds(key: str, value: Any) -> Any:
 
 
 def _check_contradictions(config: WarConfig) -> None:
-    if config.spec.max_draft_tokens >= config.spec.tree_depth:
+    fault = config.fault
+    if fault.trajectory_timeout_s and fault.trajectory_timeout_s < config.env.step_timeout_s:
         raise ConfigError(
-            f"war.spec.max_draft_tokens={config.spec.max_draft_tokens} must be smaller than "
-            f"war.spec.tree_depth={config.spec.tree_depth}: no tree of that depth holds such a draft and its context"
+            f"war.fault.trajectory_timeout_s={fault.trajectory_timeout_s:g} is shorter than "
+            f"war.env.step_timeout_s={config.env.step_timeout_s:g}, which could then never apply: lower the latter"
         )
 
 

@@ -61,6 +61,7 @@ class WarProposer:
         self._drafter = self._new_drafter()
         self._runner: Any = None
         self._known: dict[str, tuple[TrajectoryId | None, bool]] = {}
+        self._step_began = 0.0
         self._refused: set[str] = set()
         self._refusals = 0
 
@@ -68,7 +69,17 @@ class WarProposer:
         """vLLM asks every proposer to load its model; this one has none."""
 
     def bind(self, runner: Any) -> None:
-        """Give the proposer the model runner whose ``input_batch`` and ``requests`` it reads."""
+        """Give the proposer the model runner whose ``input_batch`` and ``requests`` it reads, and time its steps.
+
+        The runner's ``execute_model`` begins an engine step; nothing else that vLLM offers a proposer says when.
+        """
+        execute_model = runner.execute_model
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._step_began = time.perf_counter()
+            return execute_model(*args, **kwargs)
+
+        runner.execute_model = timed
         self._runner = runner
 
     def propose(
@@ -82,13 +93,14 @@ class WarProposer:
         if self._runner is None:
             # Only vLLM's own warm-up runs before bind().
             return [[] for _ in sampled_token_ids]
+        step_seconds = time.perf_counter() - self._step_began if self._step_began else None
         views = [
             self._view(row, len(sampled), int(num_tokens_no_spec[row]), token_ids_cpu)
             for row, sampled in enumerate(sampled_token_ids)
         ]
         if len(self._known) > 4 * len(views) + 64:
             self._known = {view.key: self._known[view.key] for view in views}
-        return self._drafter.propose(views)
+        return self._drafter.propose(views, step_seconds)
 
     def _view(self, row: int, sampled: int, length: int, token_ids_cpu: np.ndarray) -> RequestView:
         batch = self._runner.input_batch

@@ -161,9 +161,9 @@ class RolloutObserver:
 # The drafters count what arrived under these names, at every replica; the senders' own counts need others.
 _SENT = {"feed_items": "feed_sent_items", "feed_tokens": "feed_sent_tokens"}
 
-# States of a drafter, not counts: summed over replicas as they are, but for the lag, of which the worst counts.
-_GAUGES = ("bytes", "live_trees", "feed_pending")
-_WORST = ("feed_lag_s",)
+# States of a drafter, not counts: summed over replicas as they are, or the worst of them.
+_GAUGES = ("bytes", "live_trees", "feed_pending", "running")
+_WORST = ("feed_lag_s", "ingest_max_s", "step_base_s", "step_per_token_s")
 
 
 def _counters(drafters: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:

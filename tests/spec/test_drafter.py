@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from war_rl.config import SpecConfig
+from war_rl.spec.budget import Budget
+from war_rl.spec.calibration import Calibration
+from war_rl.spec.drafter import Drafter, RequestView
+from war_rl.steptime import CPU_TABLE, StepTable
+from war_rl.types import FeedItem, TrajectoryId
+
+STOP = 2
+
+
+class Clock:
+    """Every look costs a millisecond, so a slice ends after few looks."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now = 0.0
+        self.tick = tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def spec(policy: str = "war", **changes: object) -> SpecConfig:
+    return dataclasses.replace(SpecConfig(), policy=policy, memory_mb=8, **changes)  # type: ignore[arg-type]
+
+
+def make(policy: str = "war", tick: float = 0.0, **changes: object) -> Drafter:
+    return Drafter(spec(policy, **changes), clock=Clock(tick), stop_token_ids=frozenset([STOP]), step_time=CPU_TABLE)
+
+
+def trajectory(session: int = 0, uid: str = "g", step: int = 1, index: str = "7", validate: bool = False):
+    return TrajectoryId(uid, session, step, index, validate)
+
+
+def view(name: TrajectoryId | None, text: list[int], sampled: int = 1, key: str = "", **changes: object) -> RequestView:
+    made = RequestView(key or str(name), name, np.array(text, np.int32), 1, sampled, True, 1000)
+    for field, value in changes.items():
+        setattr(made, field, value)
+    return made
+
+
+PHRASE = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def test_drafts_from_own_text_and_counts_what_was_accepted() -> None:
+    drafter = make()
+    text = [1, *PHRASE, 5, *PHRASE[:4]]
+    (draft,) = drafter.propose([view(trajectory(), text)])
+    assert draft[:3] == PHRASE[4:7]
+    drafter.propose([view(trajectory(), [*text, *PHRASE[4:6], 99], sampled=3)])
+    counters = drafter.counters()
+    assert counters["accepted_tokens"] == 2
+    assert counters["draft_tokens"] >= counters["accepted_tokens"]
+    assert counters["accepted_tokens_own"] == 2
+
+
+def test_a_siblings_text_from_the_feed_is_draftable_and_never_entered_twice() -> None:
+    drafter = make()
+    item = FeedItem(trajectory(1), 0, np.array([1, *PHRASE], np.int32), True)
+    drafter.feed([item, item])
+    (draft,) = drafter.propose([view(trajectory(0), [1, *PHRASE[:3]])])
+    (draft,) = drafter.propose([view(trajectory(0), [1, *PHRASE[:4]])])
+    assert draft[:2] == PHRASE[4:6]
+    assert drafter.counters()["feed_tokens"] == 9
+    assert drafter.counters()["draft_tokens_fed"] >= len(draft)
+
+
+def test_text_that_ran_here_does_not_count_as_fed() -> None:
+    drafter = make()
+    drafter.propose([view(trajectory(1), [1, *PHRASE])])
+    drafter.propose([])
+    (draft,) = drafter.propose([view(trajectory(0), [1, *PHRASE[:4]])])
+    assert draft[:2] == PHRASE[4:6]
+    assert drafter.counters().get("draft_tokens_fed", 0) == 0
+
+
+def test_a_trajectory_keeps_its_text_over_turns_and_rebuilds_when_it_differs() -> None:
+    drafter = make()
+    first = [1, *PHRASE, STOP]
+    drafter.propose([view(trajectory(), first, key="turn0")])
+    drafter.propose([])
+    drafter.propose([view(trajectory(), [*first, 3, *PHRASE[:4]], key="turn1")])
+    assert drafter.counters()["rebuilds"] == 0
+    drafter.propose([])
+    drafter.propose([view(trajectory(), [1, 9, 9, 9], key="turn2")])
+    assert drafter.counters()["rebuilds"] == 1
+    assert drafter.counters()["live_trees"] == 1
+
+
+def test_what_must_not_be_drafted() -> None:
+    text = [1, *PHRASE, 5, *PHRASE[:4]]
+    off = make("off")
+    assert off.propose([view(trajectory(), text)]) == [[]]
+    drafter = make(max_running=1)
+    assert drafter.propose([view(trajectory(), text), view(trajectory(1), text)]) == [[], []]
+    assert make().propose([view(trajectory(), text, max_draft=2)])[0] == PHRASE[4:6]
+    assert make().propose([view(trajectory(), text, max_draft=0)]) == [[]]
+    assert make().propose([view(trajectory(), text, sampled=0)]) == [[]]
+    unsupported = make()
+    for _ in range(2):
+        assert unsupported.propose([view(trajectory(), text, draftable=False)]) == [[]]
+    assert unsupported.counters()["unsupported_requests"] == 1
+    ended = [1, 11, 12, 13, 14, STOP, 4, 4, 11, 12, 13]
+    assert make().propose([view(trajectory(), ended)])[0] == [14, STOP]
+
+
+def test_groups_and_old_steps_leave() -> None:
+    drafter = make(window_steps=1)
+    for step in (1, 2, 3):
+        drafter.feed([FeedItem(trajectory(0, uid=f"g{step}", step=step), 0, np.array(PHRASE, np.int32))])
+    drafter.idle()
+    assert drafter.counters()["live_trees"] == 3
+    drafter.begin_step(3)
+    assert drafter.counters()["live_trees"] == 2
+    drafter.forget_group(trajectory(0, uid="g3", step=3).group)
+    assert drafter.counters()["live_trees"] == 1
+
+
+def test_an_earlier_epochs_text_of_the_prompt_is_a_source_of_its_own() -> None:
+    drafter = make()
+    drafter.feed([FeedItem(trajectory(0, uid="old", step=1), 0, np.array([1, *PHRASE], np.int32), True)])
+    drafter.idle()
+    drafter.begin_step(2)
+    drafter.propose([view(trajectory(0, uid="new", step=2), [1, *PHRASE[:4]])])
+    assert drafter.counters()["draft_tokens_prompt"] > 0
+
+
+def test_long_text_is_taken_in_slices() -> None:
+    drafter = make(tick=0.001, ingest_ms=2.0)
+    text = list(range(1, 20_000))
+    request = view(trajectory(), text)
+    assert drafter.propose([request]) == [[]]
+    looks = [drafter.propose([request]) for _ in range(60)]
+    assert drafter.counters()["live_trees"] == 1
+    assert drafter._running[request.key].entry.length == len(text)
+    assert looks
+
+
+def test_validation_is_counted_apart() -> None:
+    drafter = make()
+    drafter.propose([view(trajectory(validate=True), [1, *PHRASE, 5, *PHRASE[:4]])])
+    counters = drafter.counters()
+    assert counters["val/drafts"] == 1
+    assert "drafts" not in counters
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_aborts_at_random_moments_leave_nothing_behind(data: st.DataObject) -> None:
+    drafter = make(data.draw(st.sampled_from(["war", "budget"])), tick=data.draw(st.sampled_from([0.0, 0.001])))
+    texts: dict[str, list[int]] = {}
+    names: dict[str, TrajectoryId | None] = {}
+    for number in range(data.draw(st.integers(1, 25))):
+        for key in [k for k in texts if data.draw(st.booleans())]:
+            del texts[key]
+        key = f"r{number}"
+        texts[key] = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=30))
+        names[key] = trajectory(number) if number % 2 else None
+        views = []
+        for name, text in texts.items():
+            fresh = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+            text.extend(fresh)
+            views.append(view(names[name], text, sampled=len(fresh), key=name))
+        drafts = drafter.propose(views)
+        assert len(drafts) == len(views)
+        for request, draft in zip(views, drafts, strict=True):
+            assert STOP not in draft[:-1]
+            assert len(draft) <= spec().max_draft_tokens
+            assert request.draftable
+    drafter.propose([])
+    drafter.begin_step(100)
+    while drafter.idle():
+        pass
+    counters = drafter.counters()
+    assert counters["live_trees"] == 0
+    assert counters["running"] == 0
+    index = drafter._corpus.index
+    assert index.free_tokens() == (index._pages - 1) * 256  # type: ignore[attr-defined]
+
+
+def test_memory_is_bounded_and_the_oldest_step_leaves_first() -> None:
+    drafter = Drafter(dataclasses.replace(spec(), memory_mb=2), clock=Clock())
+    rng = np.random.default_rng(0)
+    for step in range(1, 9):
+        text = rng.integers(0, 1000, 6000).astype(np.int32)
+        drafter.feed([FeedItem(trajectory(0, uid=f"g{step}", step=step), 0, text)])
+        while drafter.idle():
+            pass
+        assert drafter.counters()["bytes"] <= 2 << 20
+    kept = sorted(drafter._corpus._by_step)
+    assert drafter.counters()["evicted_trajectories"] > 0
+    assert kept == list(range(kept[0], 9))
+
+
+# -- budget and calibration -----------------------------------------------------------------------------------------
+
+
+def test_a_lone_straggler_is_drafted_hard_and_noise_is_not() -> None:
+    budget = Budget()
+    assert budget.choose([[0.95, 0.9, 0.85, 0.8, 0.7]], 1, 0, CPU_TABLE) == [5]
+    assert Budget().choose([[0.04, 0.002]], 1, 0, CPU_TABLE) == [0]
+
+
+def test_a_saturated_replica_does_not_draft_what_a_lone_request_would() -> None:
+    saturated = StepTable({1: 0.02, 2: 0.04, 64: 1.28})
+    reach = [[0.5, 0.3]] * 32
+    assert Budget().choose(reach, 32, 0, saturated) == [0] * 32
+    assert Budget().choose(reach[:1], 1, 0, CPU_TABLE)[0] > 0
+
+
+def test_nothing_gained_means_nothing_predicted_until_a_rare_look() -> None:
+    budget = Budget()
+    looks = 0
+    for _ in range(1000):
+        if not budget.asleep(1):
+            looks += 1
+            budget.choose([[0.01]], 1, 0, CPU_TABLE)
+    assert looks < 60
+    while budget.asleep(1):
+        pass
+    assert budget.choose([[0.9, 0.8]], 1, 0, CPU_TABLE) == [2]
+
+
+def test_the_choice_is_the_best_of_all_choices_at_its_own_rate() -> None:
+    reach = [[0.9, 0.5, 0.1], [0.6, 0.3]]
+    budget = Budget()
+    for _ in range(2000):
+        lengths = budget.choose(reach, 2, 0, CPU_TABLE)
+
+    def rate(a: int, b: int) -> float:
+        return (2 + sum(reach[0][:a]) + sum(reach[1][:b])) / CPU_TABLE.seconds(2 + a + b)
+
+    best = max(rate(a, b) for a in range(4) for b in range(3))
+    assert rate(*lengths) == pytest.approx(best, rel=0.01)
+
+
+def test_calibration_learns_and_forgets_to_its_prior() -> None:
+    drafter = make("budget")
+    rng = np.random.default_rng(0)
+    text = [1]
+    before = drafter.calibration.chance(1)
+    for _ in range(300):  # every token was seen before, none is predictable
+        text.append(int(rng.integers(3, 60)))
+        drafter.propose([view(trajectory(), text)])
+    learned = drafter.calibration.chance(1)
+    assert learned < 0.7 * before
+    for _ in range(40):
+        drafter.calibration.begin_step()
+    assert drafter.calibration.chance(1) == pytest.approx(Calibration().chance(1), rel=0.01)

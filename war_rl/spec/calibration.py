@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a match is worth: chance that a predicted token is right, learned online.
+
+Three levels of Beta cells, each the prior of the finer one: match length; with the share of the votes and the source;
+with the number of occurrences and the depth in the draft. A prediction is settled against the tokens that really came,
+whether it was drafted or not, so learning costs no engine time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from war_rl.spec import kernels
+from war_rl.spec.kernels import CELLS, CELLS_1, Floats
+
+SAFE_PRIOR = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9)
+"""Chance by match bucket before anything was seen: below what real agent text shows, so that a fresh engine does not
+waste steps on noise."""
+SAFE_WEIGHT = 20.0
+"""Observations the safe prior counts for."""
+
+
+class Calibration:
+    """Beta cells as one array [CELLS, 2] of (right, seen), decayed at every policy update.
+
+    Args:
+        decay: what an observation counts for after a policy update, in (0, 1].
+    """
+
+    def __init__(self, decay: float = 0.5) -> None:
+        self._decay = decay
+        self._prior: Floats = np.zeros((CELLS, 2), np.float64)
+        self._prior[:CELLS_1, 0] = SAFE_WEIGHT * np.array(SAFE_PRIOR)
+        self._prior[:CELLS_1, 1] = SAFE_WEIGHT
+        self.cells: Floats = self._prior.copy()
+
+    def begin_step(self) -> None:
+        """A new policy writes other text: old evidence counts less, the safe prior stays."""
+        self.cells -= self._prior
+        self.cells *= self._decay
+        self.cells += self._prior
+
+    def chance(self, match: int) -> float:
+        """Chance that the next token is right after a match of this length, over all sources; for reports."""
+        cell = self.cells[kernels.match_bucket(match)]
+        return float(cell[0] / cell[1])
