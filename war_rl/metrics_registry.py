@@ -154,6 +154,22 @@ METRICS: tuple[Metric, ...] = (
         "a large gap means that drafts were dropped between proposer and verifier",
         always=False,
     ),
+    Metric(
+        "spec/draft_tokens_fed",
+        "tokens",
+        "tokens drafted from text that another replica generated and the feed brought",
+        "above 0 with groups spread over replicas",
+        "see spec/feed_lag_s and spec/feed_errors",
+        always=False,
+    ),
+    Metric(
+        "spec/feed_lag_s",
+        "s",
+        "time from a turn's end to its text being draftable on the slowest replica, last message",
+        "below 1",
+        "engines too busy to take text in: raise war.spec.ingest_ms",
+        always=False,
+    ),
     Metric("spec/*", "see the drafter", "further counters of the drafters, summed over replicas", always=False),
     Metric(
         "sched/sticky_rate",
@@ -185,6 +201,23 @@ METRICS: tuple[Metric, ...] = (
         "below rollout/seconds / 2",
         "a hanging environment is cut by war.env.step_timeout_s",
     ),
+    Metric(
+        "sync/replicas",
+        "replicas",
+        "replicas that hold the weights of this step, all of them the same (WAR worker group only)",
+        "the number of replicas",
+        "a replica with other weights stops the run by itself",
+        always=False,
+    ),
+    Metric(
+        "sync/weights_changed",
+        "ratio",
+        "share of the probed weights (layer norms) that the last weight update changed",
+        "1.0 while the actor trains",
+        "0 with a learning rate above 0: the update did not reach the engines",
+        always=False,
+    ),
+    Metric("sync/weight_sum", "1", "sum of the probed weights as the engines hold them; a fingerprint", always=False),
 )
 
 PREFIXES = ("war/", "war_val/")
