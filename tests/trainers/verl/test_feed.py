@@ -51,8 +51,18 @@ def config(**kwargs) -> SpecConfig:
     return SpecConfig(**{"feed_interval_ms": 1.0, **kwargs})
 
 
-async def settle():
-    await asyncio.sleep(0.05)
+async def until(condition):
+    """Wait for the sender to get there, however slow the machine; a condition that never comes fails the test."""
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the feed did not get there in 10 s")
+
+
+async def settle(feed):
+    """Nothing is left to be sent."""
+    await until(lambda: feed._sender is None or feed._sender.done())
 
 
 def test_every_replica_gets_everything_in_order():
@@ -61,7 +71,7 @@ def test_every_replica_gets_everything_in_order():
         feed = FeedPublisher(FakeRouter(servers), config())
         for start in (0, 5, 10):
             feed.publish(item(5, start))
-        await settle()
+        await settle(feed)
         for server in servers.values():
             assert [i.start for i in server.got] == [0, 5, 10]
         assert feed.counters["feed_tokens"] == 15
@@ -74,13 +84,13 @@ def test_a_busy_replica_gets_everything_later_and_holds_nobody_up():
         hold = asyncio.Event()
         slow, fast = Server(hold), Server()
         feed = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config())
-        for start in (0, 5, 10):
+        for n, start in enumerate((0, 5, 10), 1):
             feed.publish(item(5, start))
-            await settle()
+            await until(lambda n=n: len(fast.got) == n)
         assert [i.start for i in fast.got] == [0, 5, 10]
         assert [i.start for i in slow.got] == [0]
         hold.set()
-        await settle()
+        await settle(feed)
         assert [i.start for i in slow.got] == [0, 5, 10]
         assert feed.counters["feed_dropped_tokens"] == 0
         assert feed._bytes == 0
@@ -94,7 +104,7 @@ def test_a_replica_that_never_answers_cannot_fill_the_memory():
         feed = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config(feed_max_mb=1), share=lambda b: b)
         for session in range(6):
             feed.publish(item(100_000, session=session))
-            await settle()
+            await until(lambda session=session: len(fast.got) == session + 1)
         assert [i.trajectory.session for i in fast.got] == list(range(6))
         assert feed._bytes <= 1 << 20
         assert feed.counters["feed_dropped_tokens"] > 0
@@ -110,7 +120,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
         big = 200_000  # 0.8 MB of int32
         feed.publish(item(big))
         feed.publish(item(big, session=1))
-        await settle()
+        await settle(feed)
         assert [i.trajectory.session for i in server.got] == [1]
         assert feed.counters["feed_dropped_tokens"] == big
         # A large message is put into the object store once for all replicas.
@@ -125,7 +135,7 @@ def test_errors_are_counted_and_said_once(caplog):
         with caplog.at_level(logging.WARNING):
             for start in (0, 5):
                 feed.publish(item(5, start))
-                await settle()
+                await settle(feed)
         assert feed.counters["feed_errors"] == 2
         assert [r for r in caplog.text.splitlines() if "router is gone" in r].__len__() == 1
 
@@ -138,8 +148,26 @@ def test_switched_off_it_sends_nothing():
             server = Server()
             feed = FeedPublisher(FakeRouter({"a": server}), off)
             feed.publish(item(5))
-            await settle()
+            await settle(feed)
             assert not server.got
             assert feed.counters["feed_items"] == 0
+
+    asyncio.run(main())
+
+
+def test_flush_returns_when_everything_has_arrived():
+    async def main():
+        hold = asyncio.Event()
+        slow, fast = Server(hold=hold), Server()
+        publisher = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config())
+        await publisher.flush()
+        publisher.publish(item(5))
+        publisher.publish(item(3, start=5))
+        flushed = asyncio.ensure_future(publisher.flush())
+        await until(lambda: sum(len(i.tokens) for i in fast.got) == 8)
+        assert not flushed.done()
+        hold.set()
+        await flushed
+        assert sum(len(i.tokens) for i in slow.got) == sum(len(i.tokens) for i in fast.got) == 8
 
     asyncio.run(main())

@@ -21,8 +21,9 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from war_rl.trainers.verl import textarena_loop  # noqa: F401 - registers the loop in the process that runs it
 from war_rl.trainers.verl.client import WarClient
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
+from war_rl.trainers.verl.episodes import announce_text, running_episode
 from war_rl.trainers.verl.settings import war_config
-from war_rl.types import FeedItem, TrajectoryId, TrajectoryRecord, as_tokens
+from war_rl.types import TrajectoryId, TrajectoryRecord
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +61,16 @@ class WarAgentLoopWorker(_StockWorker):
             index="" if trajectory.get("sample_index") is None else str(trajectory["sample_index"]),
             validate=bool(trajectory["validate"]),
         )
-        episode = Episode(TrajectoryRecord(identity, started=time.time()))
-        token = CURRENT_EPISODE.set(episode)
-        self._running[id(episode)] = episode
+        episode: Episode | None = None
         try:
-            run = super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
-            return await self._bounded(run, identity)
-        except BaseException as error:
-            episode.record.status = "failed"
-            episode.record.error = f"{type(error).__name__}: {error}"[:2000]
-            raise
+            with running_episode(identity, self.llm_client) as episode:
+                self._running[id(episode)] = episode
+                run = super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, trace=trace, **kwargs)
+                return await self._bounded(run, identity)
         finally:
-            CURRENT_EPISODE.reset(token)
-            self._running.pop(id(episode), None)
-            self._close(episode)
+            if episode is not None:
+                self._running.pop(id(episode), None)
+                self._records[identity.validate].append(episode.record)
 
     async def _bounded(self, run: Any, identity: TrajectoryId) -> Any:
         limit = self._war.fault.trajectory_timeout_s
@@ -93,7 +90,8 @@ class WarAgentLoopWorker(_StockWorker):
         if episode is not None:
             outputs = output if isinstance(output, list) else [output]
             self._describe(episode, outputs)
-            self._announce(episode, outputs)
+            for one in outputs:
+                announce_text(self.llm_client, episode, [*one.prompt_ids, *one.response_ids])
         await super()._agent_loop_postprocess(output, validate, **kwargs)
         if episode is not None and self._recorder is not None:
             self._recorder(episode.record, output if isinstance(output, list) else [output])
@@ -106,23 +104,6 @@ class WarAgentLoopWorker(_StockWorker):
             record.status = "truncated"
         if outputs and outputs[-1].reward_score is not None:
             record.reward = float(outputs[-1].reward_score)
-
-    def _announce(self, episode: Episode, outputs: list[Any]) -> None:
-        """Its siblings may draft from the whole text from now on, and its replica may forget its cache."""
-        if not isinstance(self.llm_client, WarClient):
-            return
-        for output in outputs:
-            tokens = [*output.prompt_ids, *output.response_ids]
-            start = episode.fed_tokens if tokens[: episode.fed_tokens][-16:] == episode.fed_tail else 0
-            item = FeedItem(episode.trajectory, start, as_tokens(tokens[start:]), final=True, sent=time.time())
-            self.llm_client.publisher.publish(item)
-
-    def _close(self, episode: Episode) -> None:
-        record = episode.record
-        record.finished = time.time()
-        self._records[record.trajectory.validate].append(record)
-        if isinstance(self.llm_client, WarClient):
-            self.llm_client._load_balancer.finish_trajectory.remote(record.trajectory)
 
     # ------------------------------------------------------------------ asked by the trainer
 

@@ -18,6 +18,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from war_rl.engines.vllm.fixes.seed import refuse_seed
+from war_rl.rollout.blocks import PromptHasher
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
 from war_rl.trainers.verl.feed import FeedPublisher
 from war_rl.trainers.verl.settings import war_config
@@ -84,6 +85,7 @@ class WarClient(MeasuredClient):
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self._publisher: FeedPublisher | None = None
+        self._block_size: int | None = None
 
     @property
     def publisher(self) -> FeedPublisher:
@@ -133,12 +135,16 @@ class WarClient(MeasuredClient):
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         turn, episode, key = _TURN.get(), CURRENT_EPISODE.get(), _KEY.get()
         params = extra.get("sampling_params") or {}
+        prompt_ids = extra.get("prompt_ids") or []
+        has_media = any(extra.get(kind) for kind in ("image_data", "video_data", "audio_data"))
         request = TurnRequest(
             key=key,
             trajectory=episode.trajectory if episode is not None else _anonymous(request_id),
             turn=turn.turn if turn is not None else 0,
-            prompt_tokens=len(extra.get("prompt_ids") or ()),
+            prompt_tokens=len(prompt_ids),
             max_tokens=int(params.get("max_tokens") or params.get("max_new_tokens") or 0),
+            # Placeholders do not say what they stand for: a prompt with media has no hashes rather than wrong ones.
+            block_hashes=() if has_media else await self._block_hashes(episode, prompt_ids),
         )
         asked = time.monotonic()
         server_id, server, reason = await self._load_balancer.acquire_turn.remote(request)
@@ -146,6 +152,16 @@ class WarClient(MeasuredClient):
             turn.queue_seconds += time.monotonic() - asked
             turn.replica, turn.reason = server_id, reason
         return server_id, server
+
+    async def _block_hashes(self, episode: Episode | None, prompt_ids: list[int]) -> tuple[int, ...]:
+        """Hashes of the prompt's full KV blocks, made here so that tokens need not travel to the router."""
+        if self._block_size is None:
+            self._block_size = int(await self._load_balancer.get_block_size.remote())
+        if episode is None or not self._block_size:
+            return ()
+        if episode.hasher is None:
+            episode.hasher = PromptHasher(self._block_size)
+        return episode.hasher.update(prompt_ids)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Done by ``_generate``, which knows the outcome."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from war_rl.rollout.blocks import PromptHasher
 from war_rl.types import TrajectoryId, TrajectoryRecord
 
 
 @dataclass
 class Episode:
-    """A running trajectory: its record, and the tokens that have been fed to the drafters so far."""
+    """A running trajectory: its record, the hashes of its KV blocks, and what has been fed to the drafters so far."""
 
     record: TrajectoryRecord
     turns_started: int = 0
     fed_tokens: int = 0
     fed_tail: list[int] = field(default_factory=list)
+    hasher: PromptHasher | None = None
 
     @property
     def trajectory(self) -> TrajectoryId:

@@ -63,6 +63,13 @@ class FeedPublisher:
         """An agent loop changed text that had been fed already."""
         self.counters["feed_rewritten"] += 1
 
+    async def flush(self) -> None:
+        """Wait until everything published so far has been taken in by all replicas, or could not be sent."""
+        if self._sender is not None:
+            await self._sender
+        if self._busy:
+            await asyncio.wait(self._busy.values())
+
     def _drop_oldest(self) -> None:
         dropped = self._log.popleft()
         self._first += 1

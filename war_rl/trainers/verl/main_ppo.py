@@ -100,7 +100,11 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
         return 0
     folder = _prepare_run_folder(config)
     print(f"war-rl: rollout={config.trainer.rollout} platform={platform} run folder {folder}", flush=True)
-    _train(config)
+    try:
+        _train(config)
+    except Exception as error:
+        _close_summary(folder, error)
+        raise
     if not os.environ.get("WAR_RL_SUMMARY_NOTE"):
         # The command line prints it itself, also for runs that were interrupted.
         _print_summary(folder)
@@ -157,6 +161,17 @@ def _train(config: Any) -> None:
         run_ppo(config, task_runner_class=TaskRunnerV1)
     finally:
         ray.shutdown()
+
+
+def _close_summary(folder: Path, error: Exception) -> None:
+    """A run that died before its first step has nobody else to say why. The innermost cause says most."""
+    from war_rl.summary import mark_ended
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        mark_ended(folder, "failed", lines[-1] if lines else type(error).__name__)
+    except (OSError, ValueError):
+        logger.debug("no summary to close in %s", folder)
 
 
 def _print_summary(folder: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,18 @@ def can_draft(war: WarConfig, replica_rank: int) -> bool:
     return war.spec.policy != "off"
 
 
+def is_war_extension(name: str) -> bool:
+    """Whether a worker extension, by its dotted name, is War-RL's or derived from it."""
+    from war_rl.engines.vllm.extension import WarWorkerExtension
+
+    module, _, cls = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), cls) if module else None
+    except (ImportError, AttributeError):
+        return False
+    return isinstance(found, type) and issubclass(found, WarWorkerExtension)
+
+
 class WarHttpServer(vLLMHttpServer):
     """verl's vLLM server with a drafter in its engine.
 
@@ -51,14 +64,16 @@ class WarHttpServer(vLLMHttpServer):
         self._war = war_config_of(self.config)
         self._war_can_draft = can_draft(self._war, self.replica_rank)
         extension = engine_kwargs.get("worker_extension_cls")
-        if extension not in (None, WORKER_EXTENSION, CPU_WORKER_EXTENSION):
+        if extension in (None, CPU_WORKER_EXTENSION):
+            extension = WORKER_EXTENSION
+        elif not is_war_extension(extension):
             raise ConfigError(
                 f"actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls={extension!r} cannot be combined "
                 f"with trainer.rollout=war, whose replicas need {WORKER_EXTENSION}; derive yours from it, or use "
                 "trainer.rollout=vllm"
             )
         # A value here would win over _get_worker_extension_cls.
-        engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
+        engine_kwargs["worker_extension_cls"] = extension
         if self._war_can_draft:
             self._enable_drafting(engine_kwargs)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router actor: a thin asynchronous shell around the pure :class:`GlobalScheduler`.
+"""The router actor: the shared :class:`~war_rl.trainers.shell.SchedulerShell` behind Ray.
 
 It speaks verl's ``RequestLoadBalancer`` protocol (for anything that knows only that) and the richer calls of
 :class:`~war_rl.trainers.verl.client.WarClient`. A turn that may not start yet waits on a future; nothing blocks.
@@ -7,9 +7,7 @@ It speaks verl's ``RequestLoadBalancer`` protocol (for anything that knows only 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
@@ -18,6 +16,7 @@ import ray
 
 from war_rl.config import SchedulerConfig, load_config
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
+from war_rl.trainers.shell import SchedulerShell
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
 logger = logging.getLogger(__name__)
@@ -27,18 +26,14 @@ MAX_WAITING = 200_000
 
 
 class Router:
-    """Event in, decisions out, waiters woken. Runs on one asyncio loop, so no state needs a lock."""
+    """Serves verl's calls from the shared shell. Runs on one asyncio loop, so no state needs a lock."""
 
     def __init__(self, servers: Mapping[str, Any], yaml_config: Mapping[str, Any] | None = None) -> None:
         del yaml_config  # verl passes router.yaml; the settings come with configure()
         self._servers: dict[str, Any] = {}
-        self._waiting: dict[str, asyncio.Future[tuple[str, str]]] = {}
-        self._turns: dict[str, TurnRequest] = {}
-        self._homes: dict[str, str] = {}
-        self._by_request: dict[str, list[str]] = {}
-        self._wakeup: asyncio.TimerHandle | None = None
-        self._scheduler = GlobalScheduler(SchedulerConfig())
         self._infos: dict[str, ReplicaInfo] = {}
+        self._by_request: dict[str, list[str]] = {}
+        self._shell = SchedulerShell(GlobalScheduler(SchedulerConfig()))
         self.add_servers(dict(servers))
 
     # ------------------------------------------------------------------ War-RL's own calls
@@ -51,13 +46,12 @@ class Router:
             infos: by server id, what ``WarHttpServer.war_info`` returned.
             seed: of the scheduler's random choices.
         """
-        if self._turns or self._waiting:
+        if self._shell.inflight:
             raise RuntimeError("the router cannot be configured while turns are running")
-        self._scheduler = GlobalScheduler(load_config(war).scheduler, seed=seed)
-        now = time.monotonic()
+        self._shell = SchedulerShell(GlobalScheduler(load_config(war).scheduler, seed=seed))
         for server_id in self._servers:
             self._infos[server_id] = _replica_info(server_id, infos.get(server_id, {}))
-            self._scheduler.add_replica(self._infos[server_id], now)
+            self._shell.add(self._infos[server_id])
 
     async def acquire_turn(self, request: TurnRequest) -> tuple[str, Any, str]:
         """Wait until the turn may start. Returns (server id, server handle, reason).
@@ -65,51 +59,32 @@ class Router:
         Raises:
             RuntimeError: there is no replica left.
         """
-        if not self._servers:
-            raise RuntimeError("No available servers in load balancer")
-        future: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-        self._waiting[request.key] = future
-        self._turns[request.key] = request
-        self._scheduler.submit(request, time.monotonic())
-        self._decide()
-        try:
-            server_id, reason = await future
-        except asyncio.CancelledError:
-            self.release_turn(request.key, None)
-            raise
+        server_id, reason = await self._shell.acquire(request)
         return server_id, self._servers[server_id], reason
 
     def release_turn(self, key: str, result: TurnResult | None) -> None:
         """The turn is over; None when it was cancelled. A second release of one turn is ignored."""
-        if self._turns.pop(key, None) is None:
-            return
-        self._homes.pop(key, None)
-        waiter = self._waiting.pop(key, None)
-        if waiter is not None and not waiter.done():
-            waiter.cancel()
-        self._scheduler.release(key, result, time.monotonic())
-        self._decide()
+        self._shell.release(key, result)
 
     def finish_trajectory(self, trajectory: TrajectoryId) -> None:
         """No further turn of this trajectory will come."""
-        self._scheduler.finish(trajectory, time.monotonic())
-        self._decide()
+        self._shell.finish(trajectory)
 
     def weights_updated(self, step: int) -> None:
         """All replicas hold the weights of ``step``; what they had cached is gone."""
-        self._scheduler.weights_updated(step, time.monotonic())
+        self._shell.weights_updated(step)
 
     def lose_server(self, server_id: str, reason: str) -> None:
         """A replica is dead: forget it, and let the scheduler place its turns again when their clients ask."""
         self._servers.pop(server_id, None)
         self._infos.pop(server_id, None)
-        lost = self._scheduler.remove_replica(server_id, time.monotonic(), reason=reason)
-        for key in lost:
-            # The scheduler has forgotten them; their clients' release must find nothing.
-            self._turns.pop(key, None)
-            self._homes.pop(key, None)
+        lost = self._shell.lose(server_id, reason)
         logger.error("replica %s is lost (%s); %d turns must run elsewhere", server_id, reason, len(lost))
-        self._decide()
+
+    def get_block_size(self) -> int:
+        """Tokens in a KV block, for the clients' hashes; 0 where replicas differ or did not say."""
+        sizes = {info.block_size for info in self._infos.values()}
+        return sizes.pop() if len(sizes) == 1 else 0
 
     def get_server_handles(self) -> dict[str, Any]:
         """Server handles by id; for the feed."""
@@ -117,15 +92,11 @@ class Router:
 
     def take_step_stats(self, validate: bool) -> dict[str, float]:
         """``sched/...`` values since the last call, training and validation apart."""
-        return dict(self._scheduler.take_step_stats(validate))
+        return dict(self._shell.scheduler.take_step_stats(validate))
 
     def snapshot(self) -> dict[str, Any]:
         """State for the progress line and for debugging."""
-        running = dict.fromkeys(self._servers, 0)
-        for home in self._homes.values():
-            if home in running:
-                running[home] += 1
-        return {"running": running, "waiting": len(self._waiting)}
+        return {"running": self._shell.running(), "waiting": self._shell.waiting}
 
     # ------------------------------------------------------------------ verl's RequestLoadBalancer protocol
 
@@ -143,7 +114,7 @@ class Router:
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         keys = self._by_request.get(request_id or "", [])
-        key = next((k for k in keys if self._homes.get(k) == server_id), None)
+        key = next((k for k in keys if self._shell.home(k) == server_id), None)
         if key is None:
             return
         keys.remove(key)
@@ -158,13 +129,9 @@ class Router:
         return ["request_id"]
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
-        now = time.monotonic()
         for server_id, handle in servers.items():
             self._servers[server_id] = handle
-            self._infos.setdefault(server_id, _replica_info(server_id, {}))
-            self._scheduler.add_replica(self._infos[server_id], now)
-        if self._turns:
-            self._decide()
+            self._shell.add(self._infos.setdefault(server_id, _replica_info(server_id, {})))
 
     def remove_servers(self, server_ids: list[str]) -> None:
         for server_id in server_ids:
@@ -174,45 +141,23 @@ class Router:
         return list(self._servers)
 
     def get_inflight_count(self, server_id: str) -> int:
-        return int(self.snapshot()["running"].get(server_id, 0))
+        return self._shell.running().get(server_id, 0)
 
     def get_total_inflight(self) -> int:
-        return len(self._turns)
+        return self._shell.inflight
 
     def get_status(self) -> dict[str, Any]:
-        snapshot = self.snapshot()
         return {
-            "servers": snapshot["running"],
-            "total_inflight": len(self._turns),
+            "servers": self._shell.running(),
+            "total_inflight": self._shell.inflight,
             "active_servers": len(self._servers),
-            "waiting": snapshot["waiting"],
+            "waiting": self._shell.waiting,
         }
 
     def clear_sticky_cache(self) -> dict[str, Any]:
         """verl calls this where residency has become worthless; so does a weight update."""
-        self._scheduler.weights_updated(-1, time.monotonic())
-        return {"cleared_entries": 0, "server_loads": self.snapshot()["running"]}
-
-    # ------------------------------------------------------------------ inside
-
-    def _decide(self) -> None:
-        now = time.monotonic()
-        for placement in self._scheduler.decide(now):
-            future = self._waiting.pop(placement.key, None)
-            if future is None or future.done():
-                continue
-            self._scheduler.reserve(placement, now)
-            self._homes[placement.key] = placement.replica_id
-            future.set_result((placement.replica_id, placement.reason))
-        self._schedule_wakeup(now)
-
-    def _schedule_wakeup(self, now: float) -> None:
-        if self._wakeup is not None:
-            self._wakeup.cancel()
-            self._wakeup = None
-        at = self._scheduler.next_wakeup(now) if self._waiting else None
-        if at is not None:
-            self._wakeup = asyncio.get_running_loop().call_later(max(0.001, at - now), self._decide)
+        self._shell.weights_updated(-1)
+        return {"cleared_entries": 0, "server_loads": self._shell.running()}
 
 
 def _replica_info(server_id: str, info: Mapping[str, Any]) -> ReplicaInfo:

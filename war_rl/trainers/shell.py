@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every router shares: the asynchronous shell around the pure :class:`GlobalScheduler`.
+
+It knows no transport: Ray actors and HTTP servers call it alike. Events go in, the scheduler decides, waiters wake. All
+calls happen on one asyncio loop, so no state needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
+from war_rl.types import TrajectoryId, TurnRequest, TurnResult
+
+MIN_WAKEUP_S = 0.001
+"""Shortest sleep before the scheduler is asked again, so that a wakeup in the past cannot spin the loop."""
+
+
+class NoReplicaError(RuntimeError):
+    """There is no replica left that could run the turn."""
+
+
+class SchedulerShell:
+    """Holds the futures of waiting turns and calls the scheduler on every event.
+
+    Args:
+        scheduler: decides; nobody else may send it events.
+        clock: seconds on a clock that never goes back.
+    """
+
+    def __init__(self, scheduler: GlobalScheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        self.scheduler = scheduler
+        self.clock = clock
+        self._replicas: dict[str, ReplicaInfo] = {}
+        self._waiting: dict[str, asyncio.Future[tuple[str, str]]] = {}
+        self._turns: set[str] = set()
+        self._homes: dict[str, str] = {}
+        self._wakeup: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------------ turns
+
+    async def acquire(self, request: TurnRequest) -> tuple[str, str]:
+        """Wait until the turn may start. Returns (replica id, the scheduler's reason).
+
+        A caller that is cancelled while it waits has nothing to release.
+
+        Raises:
+            NoReplicaError: there is no replica, or the last one was lost while the turn waited.
+            ValueError: a turn with this key waits or runs already.
+            Exception: what :meth:`turn_away` was given.
+        """
+        if not self._replicas:
+            raise NoReplicaError("No available servers in load balancer")
+        self.scheduler.submit(request, self.clock())
+        future: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+        self._waiting[request.key] = future
+        self._turns.add(request.key)
+        self._decide()
+        try:
+            return await future
+        except BaseException:
+            self.release(request.key, None)
+            raise
+
+    def turn_away(self, error: Exception) -> int:
+        """Fail every waiting turn with ``error``. Returns how many there were."""
+        waiting = [f for f in self._waiting.values() if not f.done()]
+        for future in waiting:
+            future.set_exception(error)
+        return len(waiting)
+
+    def release(self, key: str, result: TurnResult | None) -> None:
+        """The turn is over; None when it was cancelled. An unknown key and a second release are ignored."""
+        if key not in self._turns:
+            return
+        self._turns.discard(key)
+        self._homes.pop(key, None)
+        waiter = self._waiting.pop(key, None)
+        if waiter is not None and not waiter.done():
+            waiter.cancel()
+        self.scheduler.release(key, result, self.clock())
+        self._decide()
+
+    def home(self, key: str) -> str | None:
+        """The replica on which the turn runs; None while it waits and after it is over."""
+        return self._homes.get(key)
+
+    # ------------------------------------------------------------------ trajectories and steps
+
+    def finish(self, trajectory: TrajectoryId) -> None:
+        """No further turn of this trajectory will come."""
+        self.scheduler.finish(trajectory, self.clock())
+        self._decide()
+
+    def weights_updated(self, step: int) -> None:
+        """All replicas hold the weights of ``step``; what they had cached is gone."""
+        self.scheduler.weights_updated(step, self.clock())
+
+    # ------------------------------------------------------------------ replicas
+
+    def add(self, info: ReplicaInfo) -> None:
+        """A replica takes turns from now on; for a known id, its new description."""
+        self._replicas[info.id] = info
+        self.scheduler.add_replica(info, self.clock())
+        self._decide()
+
+    def lose(self, replica_id: str, reason: str) -> list[str]:
+        """A replica is gone. Returns the keys of the turns that ran there: forgotten, to be acquired again.
+
+        Losing the last replica fails every waiting turn with :class:`NoReplicaError`.
+        """
+        self._replicas.pop(replica_id, None)
+        lost = self.scheduler.remove_replica(replica_id, self.clock(), reason=reason)
+        for key in lost:
+            # The scheduler has forgotten them; their clients' late release must find nothing.
+            self._turns.discard(key)
+            self._homes.pop(key, None)
+        if not self._replicas:
+            self.turn_away(NoReplicaError(f"the last replica is lost: {reason or replica_id}"))
+        self._decide()
+        return lost
+
+    @property
+    def replicas(self) -> dict[str, ReplicaInfo]:
+        """Replicas that are there, by id."""
+        return dict(self._replicas)
+
+    # ------------------------------------------------------------------ what people look at
+
+    @property
+    def inflight(self) -> int:
+        """Turns that wait or run."""
+        return len(self._turns)
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait."""
+        return len(self._waiting)
+
+    def running(self) -> dict[str, int]:
+        """Running turns by replica."""
+        counts = dict.fromkeys(self._replicas, 0)
+        for home in self._homes.values():
+            if home in counts:
+                counts[home] += 1
+        return counts
+
+    # ------------------------------------------------------------------ inside
+
+    def _decide(self) -> None:
+        if not self._waiting:
+            self._stop_wakeup()
+            return
+        now = self.clock()
+        for placement in self.scheduler.decide(now):
+            future = self._waiting.get(placement.key)
+            if future is None or future.done():
+                # Its caller is being cancelled and will release it.
+                continue
+            del self._waiting[placement.key]
+            self.scheduler.reserve(placement, now)
+            self._homes[placement.key] = placement.replica_id
+            future.set_result((placement.replica_id, placement.reason))
+        self._stop_wakeup()
+        at = self.scheduler.next_wakeup(now) if self._waiting else None
+        if at is not None:
+            loop = asyncio.get_running_loop()
+            self._wakeup = loop.call_later(max(MIN_WAKEUP_S, at - now), self._decide)
+
+    def _stop_wakeup(self) -> None:
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
