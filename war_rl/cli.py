@@ -166,10 +166,33 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor()
 
 
+def _bench(argv: Sequence[str]) -> int:
+    kinds = {"rollout": "replay recorded trajectories under two rollouts and compare their throughput"}
+    parser = argparse.ArgumentParser(
+        prog="war-rl bench",
+        description="Measure. `war-rl bench KIND --help` tells more.",
+        epilog="kinds:\n" + "\n".join(f"  {name}  {about}" for name, about in kinds.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=list(kinds), metavar="KIND", help="what to measure, see below")
+    parser.parse_args(list(argv[:1]))
+    from war_rl.supervise import supervise
+
+    return supervise(lambda: _run_bench(argv[1:]))
+
+
+def _run_bench(argv: Sequence[str]) -> int:
+    # Only in the child: this imports numpy, which starts threads.
+    from war_rl.bench.rollout import main as bench_rollout
+
+    return bench_rollout(argv)
+
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         Command("train", "run a training whose rollouts War-RL does (Hydra overrides pass through)", _train),
+        Command("bench", "compare rollouts on recorded work: war-rl bench rollout", _bench),
         Command("prepare", "make the demo's model folder and data set", _prepare),
         Command("doctor", "check versions, platform and seams; say what is missing and how to mend it", _doctor),
     )

@@ -73,7 +73,7 @@ class SchedulerConfig:
     """Weight of a replica's past turns after each new one in the fit of its rates. Unit: none."""
     admission_fill: float = 0.95
     """Policy ``cost``: share of a replica's KV cache that may be promised to trajectories. Unit: fraction."""
-    admission_growth: float = 0.5
+    admission_growth: float = 0.35
     """Policy ``cost``: share of a trajectory's expected further growth that admission reserves. Unit: fraction."""
     idle_patience: float = 2.0
     """A trajectory in a tool call keeps its full KV promise for this many usual tool times. Unit: usual tool times."""
@@ -177,6 +177,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Values a string field may take, by key below ``war.``."""
 
+DOTTED = ("scheduler.policy",)
+"""Keys that also take the dotted path of a class of the user's own."""
+
 BOUNDS: dict[str, tuple[float, float]] = {
     "spec.max_running": (1, 1_000_000),
     "spec.max_draft_tokens": (1, 64),
@@ -272,7 +275,7 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         # YAML 1.1 reads an unquoted on/off as a boolean.
         value = "on" if value else "off"
     text = str(_expect(key, value, str, "a string"))
-    if choices and text not in choices:
+    if choices and text not in choices and not (key in DOTTED and "." in text):
         raise ConfigError(f"war.{key}={text!r}: not one of {', '.join(choices)}")
     return text
 

@@ -14,7 +14,8 @@ from war_rl.config import BOUNDS, CHOICES, WarConfig, to_dict
 _HEAD = """# Configuration
 
 `war-rl train` composes `war_ppo_trainer`, which is verl's own `ppo_trainer` plus a `war:` section. Every key of verl
-stays as verl documents it. `war-rl train --cfg job [overrides]` prints the whole resolved configuration and starts nothing.
+stays as verl documents it. `war-rl train --cfg job [overrides]` prints the whole resolved configuration and starts
+nothing.
 
 ## The switch
 

@@ -94,7 +94,7 @@ def test_a_cache_smaller_than_one_trajectory_is_raised_and_said_so_or_refused() 
 
 
 def test_without_a_share_the_engine_decides() -> None:
-    settings = make_settings("no-repeat")
+    settings = make_settings("no-repeat", {"kv_share": 0.0})
     assert plan_kv(settings, items(settings)).kv_tokens is None
 
 

@@ -29,7 +29,7 @@ class Settings:
     mode: str = "forced"
     """``forced`` commits the recorded tokens; ``free`` the model's own samples, with recorded lengths."""
     temperature: float = 1.0
-    """Sampling temperature in free mode. Unit: none."""
+    """Sampling temperature; in forced mode it decides only which sampling code runs. Unit: none."""
     replicas: int = 2
     """Number of engines. Unit: replicas."""
     concurrency: int | None = None
@@ -42,6 +42,8 @@ class Settings:
     """Tokens per KV block. Unit: tokens."""
     max_running: int = 64
     """Most requests an engine batches. Unit: requests."""
+    draft_tokens: int = 8
+    """Most tokens that any drafting side drafts for a request in one engine step. Unit: tokens."""
     groups: int | None = 4
     """How many groups are replayed; 0 takes all. Unit: groups."""
     n: int | None = 4
@@ -57,7 +59,7 @@ class Settings:
     warmup_trajectories: int = 2
     """Trajectories each side replays before it is measured. Unit: trajectories."""
     seed: int = 0
-    """Seed of made-up tokens and of the order of trajectories."""
+    """Seed of made-up tokens."""
     prompt_tokens: int = 256
     """``no-repeat`` only: length of the first prompt. Unit: tokens."""
     model_tokens: int = 64
@@ -74,20 +76,20 @@ class Settings:
             if value is not None and value < 0:
                 raise ValueError(f"--{_flag(name)} {value}: must not be negative (0 means no limit)")
             object.__setattr__(self, name, value or None)
-        for name in ("replicas", "block_size", "max_running", "pairs", "prompt_tokens", "model_tokens"):
+        for name in ("replicas", "block_size", "max_running", "draft_tokens", "pairs", "prompt_tokens", "model_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)}: must be at least 1")
         for name in ("temperature", "warmup_trajectories", "seed", "env_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)}: must not be negative")
 
-    def workload_spec(self) -> WorkloadSpec:
-        """What of the recordings is replayed."""
+    def workload_spec(self, limit: int | None = None) -> WorkloadSpec:
+        """What of the recordings is replayed; ``limit`` is the model's own longest context in tokens."""
         return WorkloadSpec(
             groups=self.groups,
             n=self.n,
             turns=self.turns,
-            max_context=self.max_context,
+            max_context=min((c for c in (self.max_context, limit) if c), default=None),
             tool_scale=parse_tool_seconds(self.tool_seconds),
         )
 
@@ -116,7 +118,8 @@ def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
 PRESETS: dict[str, tuple[str, Settings]] = {
     "low-load": (
         "one running trajectory per replica, groups of 4: where drafting pays",
-        Settings(concurrency=1, groups=2, n=4, turns=6, max_context=3072),
+        # A bound well above what is needed: engines on CPUs fill their whole cache with zeros at the start.
+        Settings(concurrency=1, groups=2, n=4, turns=6, max_context=3072, kv_share=4.0),
     ),
     "high-load": (
         "all at once, working set 3 to 4 times the KV cache: where scheduling pays",
@@ -128,7 +131,7 @@ PRESETS: dict[str, tuple[str, Settings]] = {
     ),
     "no-repeat": (
         "text with nothing to reuse: what War-RL costs where it cannot help",
-        Settings(source="no-repeat", concurrency=2, groups=8, n=1, turns=4),
+        Settings(source="no-repeat", concurrency=2, groups=8, n=1, turns=4, kv_share=4.0),
     ),
     "fits-in-cache": (
         # Every replica could hold all of it, so no placement can overflow one.

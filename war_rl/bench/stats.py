@@ -75,6 +75,7 @@ class Work:
 COUNTERS = {
     "prefill_computed_tokens": "prompt tokens the engines computed",
     "prefill_cached_tokens": "prompt tokens served from KV cache",
+    "scheduled_tokens": "tokens the engines computed: prefill, decode and drafts, recomputation included",
     "drafts": "times an engine verified a draft",
     "draft_tokens": "tokens drafted",
     "accepted_tokens": "drafted tokens that were accepted",

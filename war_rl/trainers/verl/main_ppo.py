@@ -144,8 +144,10 @@ def _prepare_run_folder(config: Any) -> Path:
         env_vars = runtime_env.setdefault("env_vars", {})
         if "wandb" in config.trainer.logger:
             wandb_mode.from_process(folder)
+        # verl's file logger writes into the working folder otherwise.
+        os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(folder))
         # A cluster that runs already does not inherit this process's environment.
-        for name in ("WANDB_MODE", "WANDB_DIR", "VERL_PLATFORM", "WAR_PLATFORM"):
+        for name in ("WANDB_MODE", "WANDB_DIR", "VERL_PLATFORM", "WAR_PLATFORM", "VERL_FILE_LOGGER_ROOT"):
             if name in os.environ:
                 env_vars[name] = os.environ[name]
     return folder

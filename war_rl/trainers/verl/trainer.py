@@ -117,6 +117,16 @@ class WarTrainerSync(PPOTrainerSync):
         self._run.add_validation(self.global_steps, self._validation_metrics)
         super().on_validate_end()
 
+    def _validate(self) -> dict[str, float]:
+        try:
+            return dict(super()._validate())
+        except (RuntimeError, ValueError) as error:
+            # verl says only that nothing came in when every trajectory failed.
+            cause = self._observe.explain(error)
+            if cause is error:
+                raise
+            raise cause from error
+
     def on_init_end(self) -> None:
         super().on_init_end()
         self._weights_updated(self.global_steps)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online fit of a replica's speeds."""
+
+import random
+
+import pytest
+
+from war_rl.rollout.cost import RatePriors, ReplicaRates
+
+PRIORS = RatePriors(4000.0, 0.025, 0.0015, 0.98)
+
+
+def turns(seed, prefill, decode, interference, noise, count):
+    rng = random.Random(seed)
+    for _ in range(count):
+        computed, generated, others = rng.randint(0, 4000), rng.randint(5, 300), rng.uniform(0, 12)
+        seconds = computed / prefill + generated * (decode + interference * others)
+        yield computed, generated, others, seconds * rng.uniform(1 - noise, 1 + noise)
+
+
+@pytest.mark.parametrize("prefill, decode, interference", [(1200.0, 0.023, 0.0019), (40_000.0, 0.012, 0.0001)])
+def test_rates_are_recovered_from_noisy_turns(prefill, decode, interference):
+    rates = ReplicaRates(PRIORS)
+    for turn in turns(1, prefill, decode, interference, 0.1, 300):
+        rates.observe(*turn)
+    assert rates.prefill_tokens_per_s == pytest.approx(prefill, rel=0.25)
+    assert rates.decode == pytest.approx(decode, rel=0.15)
+    assert rates.interference == pytest.approx(interference, rel=0.6)
+
+
+def test_a_change_of_speed_is_followed():
+    rates = ReplicaRates(PRIORS)
+    for turn in turns(1, 4000.0, 0.02, 0.001, 0.05, 200):
+        rates.observe(*turn)
+    for turn in turns(2, 4000.0, 0.06, 0.001, 0.05, 300):
+        rates.observe(*turn)
+    assert rates.decode == pytest.approx(0.06, rel=0.2)
+
+
+def test_garbage_is_survived():
+    rates = ReplicaRates(PRIORS)
+    for seconds in (0.0, -1.0, 1e9, 1e-9, 5.0):
+        rates.observe(1000, 100, 3.0, seconds)
+    rates.observe(0, 0, 0.0, 1.0)
+    for _ in range(5000):
+        rates.observe(0, 100, 0.0, 2.5)  # two directions are never excited
+    assert rates.decode == pytest.approx(0.025, rel=0.05)
+    assert 0 < rates.prefill < 1 and 0 < rates.interference < 10
+    for turn in turns(3, 1000.0, 0.025, 0.002, 0.05, 200):
+        rates.observe(*turn)
+    assert rates.prefill_tokens_per_s == pytest.approx(1000.0, rel=0.25)

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decision in the making: a policy's context over the live state, with its placements applied and taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+from zlib import crc32
+
+from war_rl.rollout.context import ReplicaView, TurnView
+from war_rl.rollout.cost import Cost
+from war_rl.rollout.progress import Remaining
+from war_rl.rollout.state import Numbers, Placement, ReplicaState, TurnState, is_open, need
+from war_rl.types import GroupId, TrajectoryId
+
+if TYPE_CHECKING:
+    from war_rl.rollout.scheduler import GlobalScheduler
+
+
+LOOK_AROUND = 4
+"""So many replicas with waiting turns are looked at for moves in one decision, or up to twice as many."""
+THETA_STEPS = 20
+"""Idle promises decay in this many steps per usual tool time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What does not change about a turn while a decision is made. Lengths in tokens."""
+
+    remaining: Remaining
+    expected: int
+    growth: int
+
+
+class Planner:
+    """Implements :class:`war_rl.rollout.context.Context`.
+
+    Placements change the replicas' running numbers at once, so that the next choice sees them; :meth:`undo` puts the
+    old numbers back. What they would change elsewhere (homes, cached prompts) is kept aside here.
+    """
+
+    def __init__(self, owner: GlobalScheduler, alive: list[ReplicaState], now: float, theta: float) -> None:
+        self.now = now
+        self.config = owner.config
+        self.replicas: Sequence[ReplicaState] = alive
+        self.placements: list[Placement] = []
+        self.moved = False
+        """Whether a placement since this was last cleared has made room on the replica it left."""
+        self._owner = owner
+        # Coarse, so that sums over idle trajectories need not be taken anew for every event.
+        self._theta = math.floor(theta * THETA_STEPS) / THETA_STEPS
+        self._placed: dict[str, TurnState] = {}
+        self._saved: dict[str, tuple[ReplicaState, Numbers]] = {}
+        self._homes: dict[TrajectoryId, ReplicaState] = {}
+        self._claimed: list[tuple[ReplicaState, GroupId]] = []
+        self._siblings: dict[tuple[str, GroupId], int] = {}
+        self._covers: dict[TrajectoryId, int] = {}
+        self._resumed_left: dict[str, int] = {}
+        self._known: dict[str, _Facts] = {}
+        self._looking: set[str] = set()
+        # Before anything is placed: what is kept between decisions must not see tentative numbers.
+        self._open = dict(owner.open_at(self._theta))
+        self._sequence = owner.sequence
+
+    # ---- which turns wait
+
+    def waiting(self) -> Iterator[TurnState]:
+        return (t for k, t in self._owner.queue.all.items() if k not in self._placed and not _pinned(t))
+
+    def blocked_replicas(self) -> Sequence[ReplicaState]:
+        blocked = list(self._owner.queue.blocked.values())
+        # Rotate by what has happened, not by what was decided: the same state gives the same decision.
+        rounds = max(1, len(blocked) // LOOK_AROUND)
+        at = self._owner.changes % rounds
+        self._looking = {r.id for i, r in enumerate(blocked) if i % rounds == at}
+        output = self._owner.mean_output
+        return [
+            r
+            for r in blocked
+            if r.blocked_version != (r.version, output) or r.id in self._saved or r.id in self._looking
+        ]
+
+    def look_around(self, replica: ReplicaView) -> bool:
+        return replica.id in self._looking
+
+    @property
+    def any_open(self) -> bool:
+        return bool(self._open)
+
+    def still_blocked(self, replica: ReplicaView) -> None:
+        target = cast(ReplicaState, replica)
+        if target.id not in self._saved:
+            target.blocked_version = (target.version, self._owner.mean_output)
+
+    def resumed(self, replica: ReplicaView) -> Iterator[TurnState]:
+        return (t for k, t in cast(ReplicaState, replica).resumed.items() if k not in self._placed)
+
+    def homeless(self) -> Iterator[TurnState]:
+        return (t for k, t in self._owner.queue.homeless.items() if k not in self._placed and not _pinned(t))
+
+    def fresh(self) -> Iterator[TurnState]:
+        return (t for t in self._owner.queue.ranked_fresh() if t.request.key not in self._placed)
+
+    def fresh_by_age(self) -> Iterator[TurnState]:
+        return (t for t in self._owner.queue.oldest_fresh() if t.request.key not in self._placed)
+
+    @property
+    def in_system(self) -> int:
+        return self._owner.turn_count
+
+    @property
+    def queued(self) -> int:
+        return len(self._owner.queue) - len(self._placed)
+
+    # ---- about one turn
+
+    def home(self, turn: TurnView) -> ReplicaState | None:
+        trajectory = _state(turn).trajectory
+        home = self._homes.get(trajectory.id, trajectory.home)
+        return None if home is None or home.draining else home
+
+    def has_run(self, turn: TurnView) -> bool:
+        return _state(turn).trajectory.ran
+
+    def in_tool_gap(self, turn: TurnView) -> bool:
+        trajectory = _state(turn).trajectory
+        return not trajectory.running and trajectory.id not in self._homes
+
+    def may_migrate(self, turn: TurnView) -> bool:
+        trajectory = _state(turn).trajectory
+        rested = trajectory.migrations == 0 or (
+            trajectory.turns - trajectory.moved_at_turn >= self.config.migrate_rest_turns
+        )
+        return trajectory.migrations < self.config.migrate_max and rested and self.in_tool_gap(turn)
+
+    def sandbox_left(self, turn: TurnView) -> float:
+        trajectory = _state(turn).trajectory
+        if self.config.sandbox_limit_s <= 0 or not trajectory.ran:
+            return math.inf
+        return trajectory.started + self.config.sandbox_limit_s - self.now
+
+    def remaining(self, turn: TurnView) -> Remaining:
+        return self._facts(_state(turn)).remaining
+
+    def _facts(self, turn: TurnState) -> _Facts:
+        key = turn.request.key
+        known = self._known.get(key)
+        if known is None:
+            owner = self._owner
+            remaining = owner.remaining(turn)
+            expected = owner.expected_output(turn.request)
+            known = _Facts(remaining, expected, owner.growth(remaining, expected))
+            self._known[key] = known
+        return known
+
+    def group_turns(self, turn: TurnView) -> float:
+        return self._owner.progress.group_turns(_state(turn).trajectory.group)
+
+    def cached(self, turn: TurnView, replica: ReplicaView) -> int:
+        state, target = _state(turn), cast(ReplicaState, replica)
+        request = turn.request
+        hashes = self._owner.hashes_of(request, target)
+        held = target.residency.match(hashes, request.prompt_tokens, request.trajectory)
+        sibling = self._siblings.get((target.id, state.trajectory.group), 0)
+        if sibling:
+            held = max(
+                held, min(sibling, (request.prompt_tokens - 1) // target.info.block_size * target.info.block_size)
+            )
+        return held
+
+    def tree_size(self, replica: ReplicaView) -> int:
+        return cast(ReplicaState, replica).residency.resident_blocks
+
+    def fits(self, turn: TurnView, replica: ReplicaView) -> bool:
+        target, state = cast(ReplicaState, replica), _state(turn)
+        if target.running >= target.info.max_running:
+            return False
+        if target.running == 0 or target.kv_capacity == math.inf:
+            return True
+        covered = self._covers.get(state.trajectory.id, state.trajectory.covered)
+        need = _need(state, covered, self._owner.expected_output(turn.request))
+        return target.kv_running + target.shared.tokens + need <= target.kv_capacity
+
+    def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
+        target, state = cast(ReplicaState, replica), _state(turn)
+        if not self._is_open(target):
+            return False
+        if target.admitted == 0 or target.kv_capacity == math.inf:
+            return True
+        charge = self._charge(state, target)
+        if target.running == 0 and charge + target.shared.tokens > target.kv_capacity:
+            # It would not fit beside nothing. Waiting for room would be waiting for ever.
+            return True
+        # One token of slack: what decays never quite reaches nothing.
+        if target.kv_admitted(self._theta) + charge <= target.kv_capacity + 1.0:
+            return True
+        if target.id not in self._saved:
+            target.rejected = (target.version, *self._stamp(state))
+        return False
+
+    def _stamp(self, turn: TurnState) -> tuple[float, str, int, int]:
+        """All that an admission depends on, the replica left out."""
+        facts = self._facts(turn)
+        return self._theta, turn.request.key, facts.growth, facts.expected
+
+    def open_replicas(self, turn: TurnView | None = None) -> Sequence[ReplicaState]:
+        if turn is None:
+            return sorted(self._open.values(), key=_index)
+        saved, stamp = self._saved, self._stamp(_state(turn))
+        return sorted(
+            (r for r in self._open.values() if r.rejected != (r.version, *stamp) or r.id in saved), key=_index
+        )
+
+    def _is_open(self, replica: ReplicaState) -> bool:
+        waiting = self._resumed_left.get(replica.id)
+        return is_open(replica, len(replica.resumed) if waiting is None else waiting, self._theta)
+
+    def queue_cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> float:
+        return self._queue(cast(ReplicaState, replica), ahead)
+
+    def load_cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> float:
+        target = cast(ReplicaState, replica)
+        return self._queue(target, ahead) + self._interference(_state(turn), target)
+
+    def cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> Cost:
+        target = cast(ReplicaState, replica)
+        computed = turn.request.prompt_tokens - self.cached(turn, target)
+        interference = self._interference(_state(turn), target)
+        return Cost(self._queue(target, ahead), computed * target.rates.prefill, interference)
+
+    def tie(self, turn: TurnView, salt: str) -> int:
+        return crc32(f"{self._owner.seed}/{salt}/{turn.request.key}".encode())
+
+    # ---- the decision
+
+    def place(
+        self, turn: TurnView, replica: ReplicaView, reason: str, costs: Mapping[str, float] | None = None
+    ) -> None:
+        state, target = _state(turn), cast(ReplicaState, replica)
+        key = turn.request.key
+        if key in self._placed or state.replica is not None:
+            raise ValueError(f"turn {key!r} is placed twice in one decision")
+        trajectory = state.trajectory
+        home = self._homes.get(trajectory.id, trajectory.home)
+        if home is not target and not self.in_tool_gap(turn):
+            raise ValueError(
+                f"turn {key!r}: its trajectory runs on {home and home.id!r} and cannot move to {target.id!r}"
+            )
+        self._apply(state, target, home)
+        self._placed[key] = state
+        self.placements.append(Placement(key, target.id, reason, costs or {}))
+        # Turns that wait beside this one cannot be anywhere else; without this they would wait for the next event.
+        for other in sorted(trajectory.waiting):
+            if other not in self._placed and home is not target:
+                waiting = self._owner.queue.all[other]
+                self._apply(waiting, target, target)
+                self._placed[other] = waiting
+                self.placements.append(Placement(other, target.id, "sticky_parallel", {}))
+
+    def undo(self) -> None:
+        """Put every number back that the placements changed."""
+        for replica, numbers in self._saved.values():
+            replica.restore(numbers)
+        for replica, group in reversed(self._claimed):
+            replica.shared.unclaim(group)
+
+    # ---- inside
+
+    def _apply(self, turn: TurnState, target: ReplicaState, home: ReplicaState | None) -> None:
+        self._save(target)
+        trajectory, request = turn.trajectory, turn.request
+        facts = self._facts(turn)
+        cached = self.cached(turn, target)
+        was_idle = not trajectory.running and trajectory.id not in self._homes
+        if home is not target:
+            if home is not None:
+                self.moved = True
+                self._save(home)
+                home.idle_taken += home.idle.value(trajectory.id, self._theta)
+                home.admitted -= 1
+                home.tokens -= trajectory.footprint
+                home.work -= trajectory.work
+            covered = self._covers[trajectory.id] = self._claim(turn, target)
+            target.admitted += 1
+            self._sequence += 1
+            target.last_first = self._sequence
+            target.work += int(facts.remaining.output_tokens)
+        else:
+            covered = self._covers.get(trajectory.id, trajectory.covered)
+            if was_idle:
+                target.idle_taken += target.idle.value(trajectory.id, self._theta)
+                target.tokens -= trajectory.footprint
+            if request.key in target.resumed:
+                left = self._resumed_left.get(target.id, len(target.resumed))
+                self._resumed_left[target.id] = left - 1
+        if home is not None and home is not target and request.key in home.resumed:
+            self._resumed_left[home.id] = self._resumed_left.get(home.id, len(home.resumed)) - 1
+        if was_idle or home is not target:
+            target.kv_growth += facts.growth
+        target.running += 1
+        target.kv_running += _need(turn, covered, facts.expected)
+        target.tokens += request.prompt_tokens + facts.expected
+        busy_until = max(self.now, target.prefill_free_at)
+        target.prefill_free_at = busy_until + (request.prompt_tokens - cached) * target.rates.prefill
+        self._homes[trajectory.id] = target
+        for replica in (target, home):
+            if replica is not None:
+                if self._is_open(replica) and not replica.draining:
+                    self._open[replica.id] = replica
+                else:
+                    self._open.pop(replica.id, None)
+
+    def _claim(self, turn: TurnState, target: ReplicaState) -> int:
+        """Really claim the first prompt: what other groups share with it must be seen. :meth:`undo` gives it back."""
+        group = turn.trajectory.group
+        hashes, tokens = self._owner.first_prompt(turn)
+        covered = target.shared.claim(group, hashes, tokens)
+        self._claimed.append((target, group))
+        self._siblings[(target.id, group)] = covered
+        return covered
+
+    def _charge(self, turn: TurnState, target: ReplicaState) -> int:
+        """KV that admitting the turn's trajectory would promise, in tokens."""
+        facts, group = self._facts(turn), turn.trajectory.group
+        hashes, tokens = self._owner.first_prompt(turn)
+        covered = target.shared.covered(group, hashes, tokens)
+        extra = 0
+        if covered is None:
+            extra = target.shared.price(group, hashes, tokens)
+            covered = len(hashes) * target.info.block_size if hashes else tokens
+        return extra + _need(turn, covered, facts.expected) + facts.growth
+
+    def _queue(self, target: ReplicaState, ahead: int) -> float:
+        rates = target.rates
+        queue = target.prefill_free_at - self.now
+        if queue < 0.0:
+            queue = 0.0
+        over = target.running - target.info.max_running + 1
+        if over > 0:
+            queue += rates.turn_seconds * over / target.info.max_running
+        if ahead:
+            queue += rates.turn_seconds * ahead / max(1, target.running)
+        return queue
+
+    def _interference(self, turn: TurnState, target: ReplicaState) -> float:
+        """Seconds, for the rest of the trajectory.
+
+        Counts the tokens it will generate beside each other trajectory that lives there: at most its own for each, and
+        at most all that they still have to generate.
+        """
+        trajectory = turn.trajectory
+        others, work = target.admitted, target.work
+        if trajectory.home is target:
+            others -= 1
+            work -= trajectory.work
+        beside = self._facts(turn).remaining.output_tokens * others
+        return target.rates.interference * (beside if beside < work else work)
+
+    def _save(self, replica: ReplicaState) -> None:
+        if replica.id not in self._saved:
+            self._saved[replica.id] = (replica, replica.numbers())
+
+
+def _state(turn: TurnView) -> TurnState:
+    assert isinstance(turn, TurnState)
+    return turn
+
+
+def _pinned(turn: TurnState) -> bool:
+    """Whether it must wait for another turn of its trajectory that still runs on a draining replica."""
+    trajectory = turn.trajectory
+    return bool(trajectory.running) and trajectory.home is not None and trajectory.home.draining
+
+
+def _need(turn: TurnState, covered: int, expected: int) -> int:
+    return need(turn.request.prompt_tokens, covered, expected)
+
+
+def _index(replica: ReplicaState) -> int:
+    return replica.index

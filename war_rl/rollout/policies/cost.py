@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default: cheapest in seconds, admitted by KV capacity, resumed before new, longest expected first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from war_rl.rollout.context import Context, Policy, ReplicaView, TurnView
+
+
+class CostPolicy(Policy):
+    """Order of service:
+
+    1. Turns that return to their replica, oldest first (a sandbox about to die first of all). They start while the KV
+       of the running turns fits and the engine is not full. One that must wait moves if that saves
+       ``migrate_margin_s`` and a factor ``migrate_ratio`` of waiting and prefill, in a tool gap, at most
+       ``migrate_max`` times.
+    2. Turns whose replica is lost or draining: to the cheapest replica that admits them.
+    3. New trajectories that have waited ``max_wait_s``, oldest first; then one probe per group; then longest expected
+       first. Each goes to the cheapest replica that admits it. Where the first finds no room, none overtakes it.
+
+    Starvation bound: after ``max_wait_s`` a new trajectory is overtaken by turns of already admitted trajectories only,
+    which are finite; the head of a replica's line starts at the latest when nothing runs there.
+    Costs are in seconds.
+    """
+
+    def plan(self, context: Context) -> None:
+        for replica in context.blocked_replicas():
+            self._resume(replica, context)
+        for turn in context.homeless():
+            if not self._admit(turn, context, "home_gone"):
+                return
+        for turn, reason in self._fresh(context):
+            if not self._admit(turn, context, reason):
+                return
+
+    def _resume(self, home: ReplicaView, context: Context) -> None:
+        ahead = 0
+        for turn in self._by_urgency(home, context):
+            # Who stands behind a turn that must wait, waits too: otherwise small turns would starve a large one.
+            if ahead == 0 and context.fits(turn, home):
+                context.place(turn, home, "sticky")
+                continue
+            context.still_blocked(home)
+            if not context.any_open or not context.look_around(home):
+                return
+            target = self._move(turn, home, ahead + 1, context)
+            if target is not None:
+                context.place(turn, target[0], "migrated", target[1])
+            else:
+                ahead += 1
+                if ahead >= LOOK:
+                    return
+
+    def _by_urgency(self, home: ReplicaView, context: Context) -> Iterator[TurnView]:
+        if self.config.sandbox_limit_s <= 0:
+            return context.resumed(home)
+        turns = list(context.resumed(home))
+        left = {id(t): context.sandbox_left(t) for t in turns}
+        urgent = [t for t in turns if left[id(t)] < self.config.sandbox_urgency_s]
+        urgent.sort(key=lambda t: left[id(t)])
+        return iter(urgent + [t for t in turns if left[id(t)] >= self.config.sandbox_urgency_s])
+
+    def _move(
+        self, turn: TurnView, home: ReplicaView, ahead: int, context: Context
+    ) -> tuple[ReplicaView, dict[str, float]] | None:
+        """A replica that is worth moving to, with the costs compared."""
+        config = self.config
+        # A busier target counts against moving, a less busy one not for it: moving only to even out decoding costs more
+        # in recomputed prompts than it gains.
+        if context.queue_cost(turn, home, ahead) <= config.migrate_margin_s or not context.may_migrate(turn):
+            return None
+        others = [
+            (context.queue_cost(turn, r), i, r) for i, r in enumerate(context.open_replicas(turn)) if r is not home
+        ]
+        if not others:
+            return None
+        here = context.cost(turn, home, ahead)
+        stay = here.wait
+        for queue, _, replica in sorted(others, key=lambda entry: entry[:2])[:LOOK]:
+            if queue + config.migrate_margin_s >= stay:
+                return None
+            if context.admits(turn, replica):
+                cost = context.cost(turn, replica)
+                there = cost.wait + max(0.0, cost.interference - here.interference)
+                if stay - there > config.migrate_margin_s and stay > config.migrate_ratio * there:
+                    return replica, {home.id: stay, replica.id: there}
+        return None
+
+    def _fresh(self, context: Context) -> Iterator[tuple[TurnView, str]]:
+        aged = set()
+        for turn in context.fresh_by_age():
+            if context.now - turn.submitted < self.config.max_wait_s:
+                break
+            aged.add(turn.request.key)
+            yield turn, "aged"
+        for turn in context.fresh():
+            if turn.request.key not in aged:
+                yield turn, "first"
+
+    def _admit(self, turn: TurnView, context: Context, reason: str) -> bool:
+        """Place on the cheapest replica that admits it; False where none does."""
+        if not context.any_open:
+            return False
+        room = [(context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(context.open_replicas(turn))]
+        room.sort(key=lambda entry: entry[:3])
+        costs: dict[str, float] = {}
+        seen: list[tuple[float, int, ReplicaView]] = []
+        limit = math.inf
+        for bound, _, _, replica in room:
+            # The load alone already costs more than the best: so do all that follow.
+            if bound > limit:
+                break
+            if context.admits(turn, replica):
+                total = costs[replica.id] = context.cost(turn, replica).total
+                seen.append((total, replica.last_first, replica))
+                limit = min(limit, total * (1.0 + TIE) + TIE_SECONDS)
+        if not seen:
+            return False
+        # Differences smaller than what is known about costs are no reason to send everything to one replica.
+        chosen = min((entry for entry in seen if entry[0] <= limit), key=lambda entry: entry[1])
+        context.place(turn, chosen[2], reason, costs)
+        return True
+
+
+TIE, TIE_SECONDS = 0.02, 0.002
+"""Costs that differ by less than this share and these seconds are equal; the replica chosen longest ago takes it."""
+LOOK = 4
+"""How many blocked turns of one replica, and how many targets for each, are looked at in one decision."""
