@@ -84,6 +84,35 @@ def test_another_model_runner_is_refused() -> None:
         Forcing(SimpleNamespace())
 
 
+def test_drafters_forget() -> None:
+    from war_rl.bench.forcing import forget_drafts
+
+    class Cache:
+        def __init__(self, max_tree_depth: int, max_cached_requests: int) -> None:
+            self.made_with = (max_tree_depth, max_cached_requests)
+
+    spec = SimpleNamespace(suffix_decoding_max_tree_depth=7, suffix_decoding_max_cached_requests=11)
+    old = Cache(0, 0)
+    runner = SimpleNamespace(
+        drafter=SimpleNamespace(suffix_cache=old), vllm_config=SimpleNamespace(speculative_config=spec)
+    )
+    assert forget_drafts(runner)
+    assert runner.drafter.suffix_cache is not old and runner.drafter.suffix_cache.made_with == (7, 11)
+    forgotten = []
+    assert forget_drafts(SimpleNamespace(drafter=SimpleNamespace(war_forget=lambda: forgotten.append(True))))
+    assert forgotten == [True]
+    assert not forget_drafts(SimpleNamespace()) and not forget_drafts(SimpleNamespace(drafter=SimpleNamespace()))
+
+
+def test_the_war_replica_takes_extensions_derived_from_its_own() -> None:
+    from war_rl.bench.forcing import STOCK_EXTENSION, WAR_EXTENSION
+    from war_rl.trainers.verl.replica import WORKER_EXTENSION, is_war_extension
+
+    assert is_war_extension(WORKER_EXTENSION) and is_war_extension(WAR_EXTENSION)
+    for other in (STOCK_EXTENSION, "nowhere.at.All", "plain", "war_rl.types.as_tokens"):
+        assert not is_war_extension(other)
+
+
 def _speculative(side: str) -> dict[str, Any]:
     from war_rl.config import WarConfig, to_dict
 

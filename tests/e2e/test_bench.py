@@ -79,9 +79,6 @@ def test_only_war_drafts_and_its_drafts_are_accepted(finished: tuple[dict[str, A
     assert stock["drafts"] == stock["draft_tokens"] == 0
     assert war["draft_tokens"] > war["accepted_tokens"] > 0
     assert war["engine_steps"] < stock["engine_steps"]
-    # Nothing is remembered from run to run: what was accepted in the second is no more than chance makes of it.
-    first, second = (run["counters"]["accepted_tokens"] for run in report["sides"]["war"]["runs"])
-    assert second < 1.5 * first
 
 
 def test_the_report_is_complete(finished: tuple[dict[str, Any], str, Path]) -> None:
