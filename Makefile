@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 PURE := $(wildcard war_rl/types.py war_rl/config.py war_rl/steptime.py war_rl/metrics.py war_rl/metrics_registry.py \
 	war_rl/progress.py war_rl/summary.py war_rl/wandb_mode.py war_rl/supervise.py war_rl/leftovers.py) \
 	$(wildcard war_rl/spec war_rl/rollout war_rl/traces war_rl/sim)
-QUICK := not (vllm or slow or e2e or faults)
+QUICK := not (vllm or slow or e2e or faults or extended)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick e2e lint docs clean
+.PHONY: help env demo test quick e2e extended lint docs clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
@@ -35,7 +35,10 @@ quick: lint ## lint, types and the tests that start nothing heavy
 	$(BIN)/python -m pytest -q -m '$(QUICK)' $(ARGS)
 
 e2e: env ## only the tests that import vLLM or start Ray, engines and trainers
-	$(BIN)/python -m pytest -q -m 'not ($(QUICK))' $(ARGS)
+	$(BIN)/python -m pytest -q --durations=12 -m 'not ($(QUICK)) and not extended' $(ARGS)
+
+extended: env ## long tests that `make test` leaves out
+	$(BIN)/python -m pytest -q --durations=12 -m extended $(ARGS)
 
 lint: env ## ruff and mypy
 	$(BIN)/ruff check .

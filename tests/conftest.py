@@ -13,6 +13,8 @@ for name, value in {
     "KMP_BLOCKTIME": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Each engine would otherwise compile and run a test program for every vector instruction set.
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "offline",
