@@ -17,7 +17,7 @@ from tests.support.tiny_run import tiny_model
 from war_rl.traces.readers.war import dump_trajectory
 from war_rl.types import TrajectoryId
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 VOCABULARY = 440
 GROUPS, MEMBERS, TURNS, MODEL_TOKENS, ENV_TOKENS = 2, 4, 3, 32, 20
