@@ -17,6 +17,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -247,13 +248,15 @@ def _child_main(work: Callable[[], int], mask: set[signal.Signals] | set[int], p
 
         traceback.print_exc()
     finally:
+        if _interrupted.is_set():
+            # The interrupt may have come while a library was in the middle of something and left it as another error.
+            code = 130
         # Exit handlers run (Ray's and the loggers' are among them) before the parent ends what is left.
         _leave(code)
 
 
 def _leave(code: int) -> None:
     import atexit
-    import threading
 
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
@@ -265,7 +268,16 @@ def _leave(code: int) -> None:
     os._exit(code & 0xFF)
 
 
+_interrupted = threading.Event()
+
+
+def interrupted() -> bool:
+    """Whether this process, a supervised one, has been told to stop: what fails from then on is only an echo."""
+    return _interrupted.is_set()
+
+
 def _first_interrupt_only(signum: int, frame: object) -> None:
     """One KeyboardInterrupt: more of them would only break the unwinding; escalation is the parent's task."""
+    _interrupted.set()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt

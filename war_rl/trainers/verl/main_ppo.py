@@ -78,6 +78,7 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
     Exceptions of a started run pass through.
     """
     from war_rl.compat import check_versions
+    from war_rl.supervise import interrupted
 
     problems = check_versions()
     if problems:
@@ -103,6 +104,8 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
     try:
         _train(config)
     except Exception as error:
+        if interrupted():
+            raise KeyboardInterrupt from error
         _close_summary(folder, error)
         raise
     if not os.environ.get("WAR_RL_SUMMARY_NOTE"):
