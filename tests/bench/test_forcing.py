@@ -18,13 +18,8 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
-# Each side starts an engine of its own; those of vLLM's other speculative methods run with `make extended`.
-SIDES = (
-    "vllm",
-    "war",
-    pytest.param("vllm+suffix", marks=pytest.mark.extended),
-    pytest.param("vllm+ngram", marks=pytest.mark.extended),
-)
+# Each side starts an engine of its own, a minute each: `make extended`.
+SIDES = tuple(pytest.param(name, marks=pytest.mark.extended) for name in ("vllm", "vllm+suffix", "vllm+ngram", "war"))
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47] * 4
 # Repeats itself, so that drafts are accepted, and breaks off, so that others are rejected.
 RECORDING = [40, 41, 42, 43, 50, 51, 40, 41, 42, 43, 44, 45, 46, 60, 40, 41, 42, 43, 50, 51, 52, 40, 41, 42]
