@@ -26,7 +26,7 @@ from tests.trainers.slime import fake_slime
 from tests.trainers.slime.seams import Prompts, arguments
 
 pytest.importorskip("vllm")
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 HAS_SLIME = importlib.util.find_spec("slime") is not None
 ROOT = Path(__file__).resolve().parents[3]
