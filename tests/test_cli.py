@@ -157,8 +157,16 @@ def test_a_run_that_fails_without_a_word_is_marked_failed(stand_in: Path, body: 
     assert data["status"] == "failed" and len(data["steps"]) == 1
 
 
-def test_an_interrupted_run_is_marked_interrupted_and_still_shows_its_steps(stand_in: Path) -> None:
-    install(stand_in, "time.sleep(1000)")
+ECHO = """try:
+        time.sleep(1000)
+    finally:
+        summary.finish("failed", "an actor died")
+"""
+
+
+@pytest.mark.parametrize("body", ["time.sleep(1000)", ECHO], ids=["silent", "calls its own end a failure"])
+def test_an_interrupted_run_is_marked_interrupted_and_still_shows_its_steps(stand_in: Path, body: str) -> None:
+    install(stand_in, body)
     process = train(stand_in)
     deadline = time.monotonic() + 60
     while not (stand_in / "ready").exists():
@@ -168,6 +176,19 @@ def test_an_interrupted_run_is_marked_interrupted_and_still_shows_its_steps(stan
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Ctrl-C: stopping" in err and "Traceback" not in err
     assert load_summary(stand_in / "run")["status"] == "interrupted" and "interrupted after" in out
+
+
+def test_a_run_that_had_failed_before_the_signal_stays_failed(stand_in: Path) -> None:
+    install(stand_in, 'summary.finish("failed", "engine died")\n    (FOLDER / "failed").touch()\n    time.sleep(1000)')
+    process = train(stand_in)
+    deadline = time.monotonic() + 60
+    while not (stand_in / "failed").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    data = load_summary(stand_in / "run")
+    assert process.returncode == 130 and (data["status"], data["error"]) == ("failed", "engine died")
 
 
 def test_a_missing_trainer_points_to_the_doctor(stand_in: Path) -> None:

@@ -104,15 +104,29 @@ def _train(argv: Sequence[str]) -> int:
     handle, note = tempfile.mkstemp(prefix="war-rl-")
     os.close(handle)
     os.environ[NOTE_VARIABLE] = note
+    running_at_stop = []
     try:
-        code = supervise(lambda: _run_training(overrides, args.config_name))
+        code = supervise(
+            lambda: _run_training(overrides, args.config_name),
+            on_stop=lambda: running_at_stop.append(_still_running(Path(note))),
+        )
         summary = Path(note).read_text()
     finally:
         del os.environ[NOTE_VARIABLE]
         os.unlink(note)
     if summary:
-        _conclude(Path(summary), code)
+        _conclude(Path(summary), code, any(running_at_stop))
     return code
+
+
+def _still_running(note: Path) -> bool:
+    """Whether the run whose summary ``note`` names has not said yet how it ended."""
+    from war_rl.summary import load_summary
+
+    try:
+        return bool(load_summary(note.read_text())["status"] == "running")
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _run_training(overrides: list[str], config_name: str) -> int:
@@ -134,13 +148,18 @@ def _run_training(overrides: list[str], config_name: str) -> int:
         return 1
 
 
-def _conclude(path: Path, code: int) -> None:
-    """Close the summary of a run that could not do it, and show the run at a glance."""
+def _conclude(path: Path, code: int, running_at_stop: bool) -> None:
+    """Close the summary of a run that could not do it, and show the run at a glance.
+
+    While a run is being stopped its processes see each other die, and one of them may call that a failure: what was
+    running when the signal came was interrupted, whatever they say.
+    """
     from war_rl.summary import format_table, load_summary, mark_ended
 
     try:
         if code in (129, 130, 143):
-            mark_ended(path, "interrupted", "stopped by a signal")
+            instead_of = ("running", "failed") if running_at_stop else ("running",)
+            mark_ended(path, "interrupted", "stopped by a signal", instead_of=instead_of)
         else:
             mark_ended(path, "failed", f"the run ended with exit code {code} without saying how")
         print(f"\n{format_table(load_summary(path))}\n{path}", flush=True)

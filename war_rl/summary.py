@@ -175,14 +175,14 @@ def load_summary(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def mark_ended(path: str | Path, status: str, error: str = "") -> bool:
-    """Close the summary of a run that could not do so itself (killed). True if it still said ``running``.
+def mark_ended(path: str | Path, status: str, error: str = "", *, instead_of: Sequence[str] = ("running",)) -> bool:
+    """Close the summary of a run that could not do so itself (killed). True if its status was one of ``instead_of``.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`load_summary`.
     """
     data = load_summary(path)
-    if data["status"] != "running":
+    if data["status"] not in instead_of:
         return False
     file = Path(path)
     _write_json(file / FILE if file.is_dir() else file, {**data, "status": status, "error": error})

@@ -46,12 +46,22 @@ class Limits:
 
 
 def supervise(
-    work: Callable[[], int], *, limits: Limits | None = None, say: Callable[[str], None] | None = None
+    work: Callable[[], int],
+    *,
+    limits: Limits | None = None,
+    say: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] | None = None,
 ) -> int:
     """Run ``work`` in a forked child and return its exit code after everything it started has ended.
 
     Call it from the main thread of a process that has no other threads and no children yet (dead children are taken
     in here, whoever started them). Linux only: elsewhere ``work`` runs right here, without any of this.
+
+    Args:
+        work: what to run; returns an exit code.
+        limits: how long each stage of an ending may take.
+        say: takes a line for the user; the terminal's error stream if not given.
+        on_stop: called once, in the watching process, at the first stop signal and before anything reacts to it.
 
     Returns:
         The child's exit code; 128 + n if the child died of signal n; 130 after Ctrl-C, 143 after SIGTERM, 129 after
@@ -61,7 +71,7 @@ def supervise(
     if sys.platform != "linux":
         say(f"processes are not supervised on {sys.platform}: after Ctrl-C look for leftovers yourself")
         return work()
-    return _Supervisor(limits or Limits(), say).run(work)
+    return _Supervisor(limits or Limits(), say, on_stop or (lambda: None)).run(work)
 
 
 def _to_stderr(text: str) -> None:
@@ -71,9 +81,10 @@ def _to_stderr(text: str) -> None:
 
 
 class _Supervisor:
-    def __init__(self, limits: Limits, say: Callable[[str], None]) -> None:
+    def __init__(self, limits: Limits, say: Callable[[str], None], on_stop: Callable[[], None]) -> None:
         self._limits = limits
         self._say = say
+        self._tell = on_stop
         self._child = 0
         self._child_status: int | None = None
         self._stop_signal: int | None = None
@@ -130,6 +141,7 @@ class _Supervisor:
             self._say("second signal: killing everything now")
             return
         self._stop_signal = info.si_signo
+        self._tell()
         self._leftovers.look(self._rest(), time.monotonic(), force=True)
         name = "Ctrl-C" if info.si_signo == signal.SIGINT else signal.Signals(info.si_signo).name
         self._say(f"{name}: stopping, at most 20 s (once more to kill at once)")
