@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from war_rl.bench.engines import parse_gauges, side_overrides
+from war_rl.bench.engines import can_share_engines, parse_gauges, side_overrides
 from war_rl.bench.options import parse, split_overrides
 from war_rl.bench.presets import Settings, make_settings
 from war_rl.bench.rollout import engine_counters
@@ -114,3 +115,21 @@ def test_an_engine_without_drafting_has_drafted_nothing() -> None:
         "preemptions": 0.0,
         "engine_steps": 4.0,
     }
+
+
+def test_only_sides_that_differ_in_their_scheduler_share_engines() -> None:
+    def side(rollout: str = "war", scheduler: str = "cost", spec: str = "off", length: int = 512) -> object:
+        rollout_config = {"name": rollout, "max_model_len": length}
+        return OmegaConf.create(
+            {
+                "trainer": {"rollout": rollout},
+                "actor_rollout_ref": {"rollout": rollout_config},
+                "war": {"scheduler": {"policy": scheduler}, "spec": {"policy": spec}},
+            }
+        )
+
+    assert can_share_engines(side(), side(scheduler="war"))
+    assert not can_share_engines(side(), side())
+    assert not can_share_engines(side(), side(scheduler="war", spec="budget"))
+    assert not can_share_engines(side(), side(scheduler="war", length=1024))
+    assert not can_share_engines(side("vllm"), side("vllm", scheduler="war"))

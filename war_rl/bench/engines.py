@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import time
 import urllib.request
@@ -91,6 +92,22 @@ def compose_side(overrides: Sequence[str], devices: int) -> Any:
     return config
 
 
+def can_share_engines(one: Any, other: Any) -> bool:
+    """Whether two sides' engines would be equal: both run War-RL's rollout and differ in nothing but ``war.scheduler``.
+
+    Equal configurations do not share: comparing a side with its like is there to see how engines differ by chance.
+    """
+    from omegaconf import OmegaConf
+
+    from war_rl.trainers.verl.settings import is_war
+
+    if not (is_war(one) and is_war(other)):
+        return False
+    first, second = (OmegaConf.to_container(config, resolve=True) for config in (one, other))
+    schedulers = [config["war"].pop("scheduler", None) for config in (first, second)]
+    return bool(first == second and schedulers[0] != schedulers[1])
+
+
 def devices_per_replica(config: Any) -> int:
     """Devices of one replica: tensor x data x pipeline parallel."""
     rollout = config.actor_rollout_ref.rollout
@@ -126,6 +143,15 @@ class Side:
         side = cls(label, config, manager)
         if side.is_war:
             await side._configure_router()
+        return side
+
+    async def sharing(self, label: str, config: Any) -> Side:
+        """Another side on the same engines, behind a router of its own."""
+        manager = copy.copy(self._manager)
+        manager.config = config
+        await manager._init_global_load_balancer()
+        side = Side(label, config, manager)
+        await side._configure_router()
         return side
 
     async def _configure_router(self) -> None:

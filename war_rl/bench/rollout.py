@@ -123,7 +123,7 @@ class Bench:
 
     def _start(self, configs: Mapping[str, Any]) -> None:
         from war_rl.bench.cluster import Slots, start_ray, threads_per_replica
-        from war_rl.bench.engines import Side, devices_per_replica
+        from war_rl.bench.engines import Side, can_share_engines, devices_per_replica
         from war_rl.trainers.verl.plugin import assert_registered
 
         assert_registered()
@@ -132,6 +132,11 @@ class Bench:
         start_ray(next(iter(configs.values())), quiet=not self._options.verbose)
         first = 0
         for label, config in configs.items():
+            twin = next((side for side in self._sides.values() if can_share_engines(side.config, config)), None)
+            if twin is not None:
+                self._say(f"{label} differs from {twin.label} in its scheduler only: it runs on the same engines")
+                self._sides[label] = self._loop.run_until_complete(twin.sharing(label, config))
+                continue
             self._say(f"starting {label}: {self._settings.replicas} replicas")
             size = devices_per_replica(config)
             slots = Slots(self._settings.replicas, size)
