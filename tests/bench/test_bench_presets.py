@@ -29,7 +29,7 @@ def items(settings: Settings) -> list[WorkItem]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_field_of_every_preset_has_a_flag(name: str) -> None:
-    preset = make_settings(name)
+    preset = make_settings(name, packaged=True)
     assert parse("--preset", name) == preset
     changed = {"source": "no-repeat", "mode": "free", "tool_seconds": "0.5x"}
     for item in dataclasses.fields(Settings):

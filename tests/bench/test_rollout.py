@@ -47,7 +47,10 @@ def test_a_missing_model_says_how_to_get_one(
 
 def test_flags_override_the_preset(tmp_path: Path) -> None:
     options = parse(["--model", str(tmp_path), "--preset", "high-load", "--n", "2", "--sides", "war,war"])
-    assert options.settings.n == 2 and options.settings.groups == make_settings("high-load").groups
+    assert options.settings.n == 2
+    assert (
+        options.settings.groups == make_settings("high-load", packaged=True).groups != make_settings("high-load").groups
+    )
     assert options.sides == {"war": "war", "war#2": "war"}
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from war_rl import bench
 from war_rl.bench.presets import PRESETS, make_settings, plan_kv
-from war_rl.bench.workloads import PACKAGED, load_workload, packaged_workload
+from war_rl.bench.workloads import load_workload, packaged_workload
 from war_rl.traces.readers.war import dump_trajectory
 from war_rl.types import TrajectoryId
 
@@ -17,7 +16,7 @@ SMOLLM2_VOCABULARY = 49_152
 
 
 def load(preset: str, **overrides: object):  # type: ignore[no-untyped-def]
-    settings = make_settings(preset, overrides)
+    settings = make_settings(preset, overrides, packaged=True)
     work = load_workload(settings, trace=[], fmt="war", tokenizer=_NoText(), vocabulary=SMOLLM2_VOCABULARY, limit=8192)
     return settings, work
 
@@ -28,11 +27,6 @@ class _NoText:
         return [1]
 
 
-DATA = Path(bench.__file__).parent / "data" / PACKAGED
-recorded = pytest.mark.skipif(not DATA.is_file(), reason="recipes/bench_rollout/record_workload.sh makes the recording")
-
-
-@recorded
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_runs_on_the_packaged_workload(preset: str) -> None:
     settings, work = load(preset)
@@ -44,7 +38,6 @@ def test_every_preset_runs_on_the_packaged_workload(preset: str) -> None:
         assert 1.5 <= plan.pressure <= 2.5
 
 
-@recorded
 def test_the_packaged_workload_is_small_and_its_groups_are_whole() -> None:
     assert packaged_workload().stat().st_size < 1_000_000
     _, work = load("mixed", groups=0, max_context=0)

@@ -141,9 +141,12 @@ PRESETS: dict[str, tuple[str, Settings]] = {
 }
 """Name -> what it shows, and its settings. Sized for two replicas of a 135M model on two cores in ten minutes."""
 
+PACKAGED_GROUPS = {"low-load": 4, "high-load": 12, "mixed": 12, "fits-in-cache": 8}
+"""Groups that a preset takes of the packaged recording, whose games are short beside what agents do elsewhere."""
 
-def make_settings(preset: str, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """A preset with some fields replaced.
+
+def make_settings(preset: str, overrides: Mapping[str, Any] | None = None, *, packaged: bool = False) -> Settings:
+    """A preset with some fields replaced; ``packaged`` sizes it for the packaged recording.
 
     Raises:
         ValueError: unknown preset or field, or a value that cannot work.
@@ -155,7 +158,8 @@ def make_settings(preset: str, overrides: Mapping[str, Any] | None = None) -> Se
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"unknown setting {name}" + (f"; did you mean {close[0]}?" if close else ""))
-    return dataclasses.replace(PRESETS[preset][1], **dict(overrides or {}))
+    sized = {"groups": PACKAGED_GROUPS[preset]} if packaged and preset in PACKAGED_GROUPS else {}
+    return dataclasses.replace(PRESETS[preset][1], **{**sized, **(overrides or {})})
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -174,9 +178,11 @@ def _preset_help() -> list[str]:
 
 
 def settings_from_args(args: argparse.Namespace) -> Settings:
-    """Settings from the flags of :func:`add_flags`; other attributes of the namespace are ignored."""
+    """Settings from the flags of :func:`add_flags`; of other attributes only ``trace`` counts: without it the packaged
+    recording is replayed."""
     names = {f.name for f in dataclasses.fields(Settings)}
-    return make_settings(args.preset, {name: value for name, value in vars(args).items() if name in names})
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return make_settings(args.preset, given, packaged=not getattr(args, "trace", None))
 
 
 @dataclass(frozen=True, slots=True)
