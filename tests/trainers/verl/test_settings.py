@@ -88,3 +88,13 @@ def test_the_demonstration_composes():
     c = compose(["trainer.rollout=vllm"], "war_demo")
     settings.check(c)
     assert c.trainer.experiment_name == "demo-vllm"
+
+
+def test_on_cpus_an_engine_is_one_process_unless_it_needs_several_workers():
+    def executor(*overrides):
+        c = config(*overrides)
+        settings.prepare(c)
+        return c.actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend
+
+    assert executor() == executor("trainer.rollout=vllm") == settings.ONE_PROCESS
+    assert executor("actor_rollout_ref.rollout.tensor_model_parallel_size=2") is None

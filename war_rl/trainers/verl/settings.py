@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from war_rl.config import ConfigError, WarConfig, load_config
 
 ROLLOUTS = ("war", "vllm")
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ROUTER_YAML = Path(__file__).with_name("router.yaml")
 
 
@@ -113,6 +114,11 @@ def check_model(config: DictConfig) -> None:
 def prepare(config: DictConfig) -> WarConfig:
     """Check, then set what follows from ``trainer.rollout`` and cannot be an interpolation. Idempotent."""
     war = check_prepared(config)
+    rollout = config.actor_rollout_ref.rollout
+    engine = rollout.engine_kwargs.get("vllm") or {}
+    if rollout.tensor_model_parallel_size > 1 and engine.get("distributed_executor_backend") == ONE_PROCESS:
+        # The CPU platform's default holds one worker only; verl's own choice holds several.
+        engine.distributed_executor_backend = None
     if is_war(config):
         with open_dict(config):
             config.actor_rollout_ref.rollout.router_config_path = str(ROUTER_YAML)
