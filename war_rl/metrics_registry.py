@@ -97,6 +97,15 @@ METRICS: tuple[Metric, ...] = (
         "near 0 while replicas are not full",
         "replicas are saturated: add KV cache, or see sched/waiting_max",
     ),
+    Metric(
+        "rollout/unannounced",
+        "announcements",
+        "announcements of trajectories that the router did not take, and samples that went past War-RL's rollout "
+        "function (slime only)",
+        "0",
+        "the log says which and why, once; docs/slime.md",
+        always=False,
+    ),
     Metric("cache/prompt_tokens", "tokens", "prompt tokens of all turns; cached_tokens + computed_tokens"),
     Metric("cache/cached_tokens", "tokens", "prompt tokens served from KV blocks a replica still held"),
     Metric("cache/computed_tokens", "tokens", "prompt tokens that were prefilled"),

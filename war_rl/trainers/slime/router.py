@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -27,16 +28,19 @@ from war_rl.rollout.scheduler import GlobalScheduler
 from war_rl.trainers.shell import SchedulerShell
 from war_rl.trainers.slime.corpus import CorpusPlan, CorpusPublisher
 from war_rl.trainers.slime.exposition import StatsCollector, exposition
-from war_rl.trainers.slime.proxy import Proxy, error_response
+from war_rl.trainers.slime.proxy import Proxy
 from war_rl.trainers.slime.sessions import SessionTable
 from war_rl.trainers.slime.settings import RouterConfig, parse_args
-from war_rl.trainers.slime.workers import Worker, WorkerError, Workers
+from war_rl.trainers.slime.turns import error_response
+from war_rl.trainers.slime.workers import REMOVED, Worker, WorkerError, Workers
 from war_rl.types import TrajectoryId
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a step's trajectories all arrive at once."""
+WANTED_FILES = 16_384
+"""Below this many open files the log says so."""
 
 
 class SlimeRouter:
@@ -78,6 +82,7 @@ class SlimeRouter:
         add("POST", "/war/begin", self._begin)
         add("POST", "/war/finish", self._finish)
         add("POST", "/war/abort", self._abort)
+        add("POST", "/war/resume", self._resume)
         return app
 
     async def _life(self, app: web.Application) -> Any:
@@ -85,9 +90,13 @@ class SlimeRouter:
         total = config.request_timeout_s or None
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=config.connect_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=config.keepalive_s)
-        # Requests go to the engines and nowhere else: no proxy of the environment.
+        # Requests go to the engines and nowhere else: no proxy of the environment, no cookies, no compression.
         async with aiohttp.ClientSession(
-            timeout=timeout, connector=connector, trust_env=False, auto_decompress=True
+            timeout=timeout,
+            connector=connector,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept-Encoding", "User-Agent"),
         ) as client:
             self.client = client
             self.corpus = CorpusPublisher(CorpusPlan(config.corpus, self._run), client)
@@ -100,7 +109,7 @@ class SlimeRouter:
                 timeout_s=config.health_timeout_s,
                 threshold=config.health_failures,
                 on_ready=lambda w: self.corpus.server_ready(w.url),
-                on_lost=lambda w: self.corpus.server_lost(w.url),
+                on_lost=self._worker_lost,
             )
             self.proxy = Proxy(
                 self.shell,
@@ -135,12 +144,22 @@ class SlimeRouter:
 
     async def _ask_all(self, request: web.Request) -> web.Response:
         workers = self.workers.all()
+        if request.path == "/abort_request":
+            await self._abort_waiting(request)
+            workers = self.workers.healthy()
         answers = await self._ask(workers, request)
         if request.path == "/flush_cache":
             self.shell.weights_updated(self.sessions.step)
         failed = {w.url: a.status for w, a in zip(workers, answers, strict=True) if a.status != 200}
         body = {"status": "error" if failed else "success", "workers": len(workers), "failed": failed}
         return web.json_response(body, status=502 if failed else 200)
+
+    async def _abort_waiting(self, request: web.Request) -> None:
+        """Turns that no engine knows yet are aborted here, by SGLang's rule: all, or those with the request id."""
+        body = await _json_object(request)
+        rid = str(body.get("rid") or "")
+        if rid or body.get("abort_all"):
+            self.proxy.abort_waiting("" if body.get("abort_all") else rid)
 
     async def _ask(self, workers: Sequence[Worker], request: web.Request) -> list[web.Response]:
         data = await request.read()
@@ -228,7 +247,13 @@ class SlimeRouter:
         return web.json_response({"turns": turns})
 
     async def _abort(self, request: web.Request) -> web.Response:
+        """What waits, and what comes until the rollout is over, is answered as aborted."""
         return web.json_response({"turned_away": self.proxy.abort()})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        """The rollout is over; an evaluation may follow."""
+        self.proxy.resume()
+        return web.json_response({})
 
     async def _take_stats(self, request: web.Request) -> web.Response:
         validate = bool((await _json_object(request)).get("validate"))
@@ -263,6 +288,11 @@ class SlimeRouter:
         }
 
     # ------------------------------------------------------------------ inside
+
+    def _worker_lost(self, worker: Worker, reason: str) -> None:
+        self.corpus.server_lost(worker.url)
+        if reason != REMOVED:
+            self.proxy.worker_lost(worker.url, reason)
 
     def _begin_step(self, step: int) -> None:
         self.sessions.step = step
@@ -330,6 +360,15 @@ async def serve(config: RouterConfig, started: asyncio.Event | None = None) -> N
         await runner.cleanup()
 
 
+def allow_many_connections() -> None:
+    """Each running request holds two connections: take all the open files that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < WANTED_FILES:
+        logger.warning("at most %d open files (ulimit -n): about %d requests at once", hard, hard // 2)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -338,6 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    allow_many_connections()
     try:
         import uvloop
     except ImportError:

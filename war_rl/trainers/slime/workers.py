@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 DESCRIBE_PATHS = ("/server_info", "/get_server_info")
 """Where an SGLang server describes itself; the second is the older name."""
 
+REMOVED = "removed"
+"""The reason of a loss that was asked for."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -62,6 +65,7 @@ class Workers:
         interval_s, timeout_s, threshold: seconds between checks, seconds each may take, failures in a row until a
             worker is lost.
         on_ready: called with each worker that starts to take turns, also when it comes back.
+        on_lost: called with each worker that takes no turns any more, and why (:data:`REMOVED`: it was told to go).
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class Workers:
         timeout_s: float = 5.0,
         threshold: int = 3,
         on_ready: Callable[[Worker], None] = lambda worker: None,
-        on_lost: Callable[[Worker], None] = lambda worker: None,
+        on_lost: Callable[[Worker, str], None] = lambda worker, reason: None,
     ) -> None:
         self._shell = shell
         self._session = session
@@ -115,11 +119,11 @@ class Workers:
         return worker
 
     def remove(self, worker_id: str) -> Worker | None:
-        """Forget a worker, by its id. Its running turns fail over to others when its server stops."""
+        """Forget a worker, by its id. Turns that run there may end; those that its server breaks off fail over."""
         worker = next((w for w in self._by_url.values() if w.id == worker_id), None)
         if worker is not None:
             del self._by_url[worker.url]
-            self._lose(worker, "removed")
+            self._lose(worker, REMOVED)
         return worker
 
     def get(self, worker_id: str) -> Worker | None:
@@ -221,8 +225,8 @@ class Workers:
             return
         worker.healthy = False
         lost = self._shell.lose(worker.url, reason)
-        self._on_lost(worker)
-        if reason == "removed":
+        self._on_lost(worker, reason)
+        if reason == REMOVED:
             logger.info("worker %s is removed; %d turns ran there", worker.url, len(lost))
         else:
             self.lost_total += 1
