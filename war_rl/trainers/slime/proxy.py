@@ -118,14 +118,14 @@ class Proxy:
             self._shell.release(turn.key, None)
         return len(found)
 
-    def worker_lost(self, url: str, reason: str) -> None:
-        """Nobody answers there any more: turns that wait for an answer from it are placed again.
+    def abandon(self, url: str) -> None:
+        """Nobody has answered there for long: turns that wait for an answer from it are placed again.
 
         A machine that vanishes closes no connection; without this they would wait until ``request_timeout_s``.
         """
         for turn in self._running.get(url, ()):
             if turn.task is not None and not turn.lost:
-                turn.lost = f"{url} is lost: {reason}"
+                turn.lost = f"{url} is lost and has been silent for long"
                 turn.task.cancel()
 
     # ------------------------------------------------------------------ the handler

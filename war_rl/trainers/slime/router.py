@@ -32,7 +32,7 @@ from war_rl.trainers.slime.proxy import Proxy
 from war_rl.trainers.slime.sessions import SessionTable
 from war_rl.trainers.slime.settings import RouterConfig, parse_args
 from war_rl.trainers.slime.turns import error_response
-from war_rl.trainers.slime.workers import REMOVED, Worker, WorkerError, Workers
+from war_rl.trainers.slime.workers import Worker, WorkerError, Workers
 from war_rl.types import TrajectoryId
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,9 @@ class SlimeRouter:
                 timeout_s=config.health_timeout_s,
                 threshold=config.health_failures,
                 on_ready=lambda w: self.corpus.server_ready(w.url),
-                on_lost=self._worker_lost,
+                abandon=config.health_abandon_failures,
+                on_lost=lambda w: self.corpus.server_lost(w.url),
+                on_abandoned=lambda w: self.proxy.abandon(w.url),
             )
             self.proxy = Proxy(
                 self.shell,
@@ -288,11 +290,6 @@ class SlimeRouter:
         }
 
     # ------------------------------------------------------------------ inside
-
-    def _worker_lost(self, worker: Worker, reason: str) -> None:
-        self.corpus.server_lost(worker.url)
-        if reason != REMOVED:
-            self.proxy.worker_lost(worker.url, reason)
 
     def _begin_step(self, step: int) -> None:
         self.sessions.step = step

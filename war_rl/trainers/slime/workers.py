@@ -65,7 +65,10 @@ class Workers:
         interval_s, timeout_s, threshold: seconds between checks, seconds each may take, failures in a row until a
             worker is lost.
         on_ready: called with each worker that starts to take turns, also when it comes back.
-        on_lost: called with each worker that takes no turns any more, and why (:data:`REMOVED`: it was told to go).
+        abandon: failures in a row after which what still waits for the worker's answer is given up, too. Far more than
+            ``threshold``: silence may be a busy machine, and to give up a turn loses what it has generated.
+        on_lost: called with each worker that takes no turns any more.
+        on_abandoned: called with each worker that has been silent for ``abandon`` checks.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class Workers:
         interval_s: float = 5.0,
         timeout_s: float = 5.0,
         threshold: int = 3,
+        abandon: int = 12,
         on_ready: Callable[[Worker], None] = lambda worker: None,
-        on_lost: Callable[[Worker, str], None] = lambda worker, reason: None,
+        on_lost: Callable[[Worker], None] = lambda worker: None,
+        on_abandoned: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
         self._shell = shell
         self._session = session
@@ -88,8 +93,10 @@ class Workers:
         self._interval_s = interval_s
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._threshold = threshold
+        self._abandon = max(abandon, threshold)
         self._on_ready = on_ready
         self._on_lost = on_lost
+        self._on_abandoned = on_abandoned
         self._by_url: dict[str, Worker] = {}
         self.lost_total = 0
 
@@ -183,6 +190,8 @@ class Workers:
         worker.failures += 1
         if worker.failures >= self._threshold:
             self._lose(worker, f"{worker.failures} health checks failed")
+        if worker.failures == self._abandon:
+            self._on_abandoned(worker)
 
     async def _probe(self, worker: Worker) -> str:
         """``alive``, ``refused`` (nobody listens there) or ``silent`` (anything else)."""
@@ -225,7 +234,7 @@ class Workers:
             return
         worker.healthy = False
         lost = self._shell.lose(worker.url, reason)
-        self._on_lost(worker, reason)
+        self._on_lost(worker)
         if reason == REMOVED:
             logger.info("worker %s is removed; %d turns ran there", worker.url, len(lost))
         else:
