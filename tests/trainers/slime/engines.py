@@ -55,7 +55,7 @@ class FakeEngine:
     async def _models(self, request: web.Request) -> web.Response:
         self.calls.append((request.path, None))
         if self.deaf:
-            await asyncio.Event().wait()
+            return web.Response(status=503)
         return web.json_response({"data": []})
 
     async def _info(self, request: web.Request) -> web.Response:

@@ -124,6 +124,8 @@ def test_trajectories_are_announced_with_their_groups_and_metrics_join_slimes(sl
     assert router.sessions.counts["header"] == 2 * total and router.sessions.step == 4
     assert len(router.sessions) == 0 and router.stats()["sched/trajectories"] == 0
     assert all("X-War-Trajectory" not in h for e in engines for h in e.headers)
+    assert metrics["war/router/requests"] == 2 * total and metrics["war/router/workers_healthy"] == 2
+    assert metrics["war/corpus/servers_supported"] == 2 and metrics["war/corpus/servers_unsupported"] == 0
     back.run(_flush(router))
     written = {d for e in engines for docs in e.corpora.values() for d in docs}
     assert written == {s.response for g in output.samples for s in g}

@@ -173,7 +173,7 @@ def test_turns_on_a_machine_that_vanishes_run_elsewhere():
     async def main():
         engines = [FakeEngine(), FakeEngine()]
         engines[0].hold.clear()
-        async with cluster(*engines, health_failures=1, health_abandon_failures=2, health_timeout_s=0.05) as c:
+        async with cluster(*engines, health_failures=1, health_abandon_failures=2) as c:
             tasks = [asyncio.create_task(c.generate([*PROMPT, i])) for i in range(8)]
             await until(lambda: len(engines[0].seen) + len(engines[1].seen) == 8 and engines[0].running >= 1)
             engines[0].deaf = True
@@ -195,7 +195,7 @@ def test_a_stream_of_a_machine_that_vanishes_breaks_visibly():
     async def main():
         engine = FakeEngine()
         engine.stall_after = 2
-        async with cluster(engine, health_failures=1, health_abandon_failures=1, health_timeout_s=0.05) as c:
+        async with cluster(engine, health_failures=1, health_abandon_failures=1) as c:
             body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5}, "stream": True}
             async with c.client.post("/generate", json=body) as response:
                 await response.content.readuntil(b"\n\n")
@@ -364,6 +364,19 @@ def test_statistics_as_json_and_for_prometheus():
             assert "war_rl_router_requests 1.0" in text
             assert f'war_rl_sched_replica_running{{worker="{c.urls[0]}"}} 0.0' in text
             assert "war_rl_router_request_seconds_count 1.0" in text
+
+    asyncio.run(main())
+
+
+def test_a_step_is_told_what_grew_since_the_last_one():
+    async def main():
+        async with cluster(FakeEngine()) as c:
+            for requests in (2, 1):
+                for i in range(requests):
+                    await c.generate([i])
+                _, body = await c.call("POST", "/war/take_stats", {"validate": False})
+                assert body["own"]["router/requests"] == requests == body["sched"]["sched/submitted"]
+                assert body["own"]["router/workers"] == 1
 
     asyncio.run(main())
 

@@ -240,8 +240,10 @@ async def _begin(rollout: _Rollout) -> None:
 
 
 async def _end(rollout: _Rollout, seconds: float) -> dict[str, float]:
-    sched = await rollout.tell("/war/take_stats", {"validate": False})
+    taken = await rollout.tell("/war/take_stats", {"validate": False})
+    sched = taken.get("sched", {})
     values = step_metrics(rollout.records, seconds=seconds, engine=rollout.accepted, sched=sched, spec={})
+    values |= {f"war/{name}": float(value) for name, value in taken.get("own", {}).items()}
     if rollout.client is not None:
         await rollout.client.aclose()
     # Nobody counts preemptions here; 0 would be taken for a measurement.

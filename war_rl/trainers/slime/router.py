@@ -27,7 +27,7 @@ from war_rl.config import ConfigError
 from war_rl.rollout.scheduler import GlobalScheduler
 from war_rl.trainers.shell import SchedulerShell
 from war_rl.trainers.slime.corpus import CorpusPlan, CorpusPublisher
-from war_rl.trainers.slime.exposition import StatsCollector, exposition
+from war_rl.trainers.slime.exposition import StatsCollector, StepValues, exposition
 from war_rl.trainers.slime.proxy import Proxy
 from war_rl.trainers.slime.sessions import SessionTable
 from war_rl.trainers.slime.settings import RouterConfig, parse_args
@@ -54,6 +54,7 @@ class SlimeRouter:
         self.sessions = SessionTable(config.block_size)
         self.announced_step: int | None = None
         self.expired_sessions = 0
+        self._taken = StepValues()
         self._tasks: list[asyncio.Task[None]] = []
 
     def app(self) -> web.Application:
@@ -258,8 +259,10 @@ class SlimeRouter:
         return web.json_response({})
 
     async def _take_stats(self, request: web.Request) -> web.Response:
+        """Values since the last call: the scheduler's of one kind of trajectory, the router's and the feed's own."""
         validate = bool((await _json_object(request)).get("validate"))
-        return web.json_response(self.shell.scheduler.take_step_stats(validate))
+        sched = self.shell.scheduler.take_step_stats(validate)
+        return web.json_response({"sched": sched, "own": self._taken.take(self._own_stats())})
 
     async def _stats(self, request: web.Request) -> web.Response:
         body = {
@@ -276,8 +279,10 @@ class SlimeRouter:
 
     def stats(self) -> dict[str, float]:
         """All values, flat names."""
+        return {**self.shell.scheduler.counters(), **self._own_stats()}
+
+    def _own_stats(self) -> dict[str, float]:
         return {
-            **self.shell.scheduler.counters(),
             **{f"router/{k}": v for k, v in self.proxy.counts.items()},
             **{f"router/session_by/{k}": float(v) for k, v in self.sessions.counts.items()},
             "router/sessions": float(len(self.sessions)),
