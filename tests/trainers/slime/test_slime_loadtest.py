@@ -21,3 +21,10 @@ def test_a_short_run_serves_every_request_and_leaves_the_cores_as_they_were():
     first, second = loadtest.main(["--rate", "20", "40", "--seconds", "1", "--answer-s", "0.01"])
     assert (first["requests"], second["requests"]) == (20, 40) and first["failed"] == second["failed"] == 0
     assert first["router_cpu_ms_per_request"] > 0 and os.sched_getaffinity(0) == before
+
+
+@pytest.mark.slow
+def test_cpu_time_is_measured_in_one_thread(monkeypatch):
+    monkeypatch.setattr(loadtest, "CPU_REQUESTS", 40)
+    (result,) = loadtest.main(["--cpu"])
+    assert 0 < result["cpu_added_ms_p50"] <= result["cpu_added_ms_max"]

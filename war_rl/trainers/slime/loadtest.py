@@ -9,6 +9,11 @@ through the router, half an interval later, the same body goes straight to an en
 at the same moment. *Added* is the time through the router less the time of its direct neighbour; ``added_ms_p50`` is
 the median of these differences, ``added_ms_p99`` the difference of the two 99th percentiles, because the 99th
 percentile of the differences would count the direct path's own outliers for and against the router.
+
+    python -m war_rl.trainers.slime.loadtest --cpu
+
+measures what depends little on other processes: client, router and engine in one thread, and the CPU time of a request
+through the router less that of a direct one, in alternating rounds.
 """
 
 from __future__ import annotations
@@ -21,8 +26,8 @@ import os
 import random
 import socket
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -35,6 +40,7 @@ from war_rl.trainers.slime.router import serve
 from war_rl.trainers.slime.settings import RouterConfig
 
 _Result = dict[str, float]
+_T = TypeVar("_T")
 
 
 async def _engines(ports: Sequence[int], answer_s: float, tokens: int) -> None:
@@ -77,13 +83,12 @@ def _run_router(config: RouterConfig, core: int, profile: str) -> None:
     data.dump_stats(profile)
 
 
-def _loop(coroutine: Any) -> None:
+def _loop(coroutine: Coroutine[Any, Any, _T]) -> _T:
     try:
         import uvloop
     except ImportError:
-        asyncio.run(coroutine)
-    else:
-        uvloop.run(coroutine)
+        return asyncio.run(coroutine)
+    return uvloop.run(coroutine)
 
 
 DIRECT_EVERY = 4
@@ -190,6 +195,40 @@ def _busy(times: Any) -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
+CPU_ROUNDS, CPU_REQUESTS, CPU_AT_ONCE = 5, 400, 8
+
+
+async def _cpu(config: RouterConfig, engine: int, args: argparse.Namespace) -> _Result:
+    """Milliseconds of CPU per request, in one thread."""
+    serving = [asyncio.create_task(_engines([engine], 0.0, args.answer_tokens)), asyncio.create_task(serve(config))]
+    straight, router = f"http://127.0.0.1:{engine}", f"http://127.0.0.1:{config.port}"
+    bodies, spent = _bodies(args.prompt_tokens), {straight: [0.0], router: [0.0]}
+    async with aiohttp.ClientSession(trust_env=False) as session:
+        for url in spent:
+            await _until_up(session, url)
+        async with session.post(f"{router}/workers", json={"url": straight}) as response:
+            assert response.status == 202
+
+        async def some(base: str, first: int) -> None:
+            for i in range(first, CPU_REQUESTS, CPU_AT_ONCE):
+                headers = {"X-SMG-Routing-Key": f"k{i % 512}", "Content-Type": "application/json"}
+                async with session.post(f"{base}/generate", data=bodies[i % len(bodies)], headers=headers) as response:
+                    await response.read()
+                    assert response.status == 200
+
+        for _ in range(CPU_ROUNDS + 1):
+            for base, rounds in spent.items():
+                began = time.thread_time()
+                await asyncio.gather(*(some(base, first) for first in range(CPU_AT_ONCE)))
+                rounds.append((time.thread_time() - began) * 1e3 / CPU_REQUESTS)
+    for task in serving:
+        task.cancel()
+    await asyncio.gather(*serving, return_exceptions=True)
+    # The first round warms up.
+    added = [r - d for r, d in zip(spent[router][2:], spent[straight][2:], strict=True)]
+    return {"cpu_added_ms_p50": round(float(np.median(added)), 3), "cpu_added_ms_max": round(max(added), 3)}
+
+
 async def _until_up(session: aiohttp.ClientSession, url: str) -> None:
     for _ in range(300):
         try:
@@ -216,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> list[_Result]:
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--policy", default=RouterConfig().scheduler.policy)
     parser.add_argument("--core", type=int, default=None, help="of the router; the default is the last one")
+    parser.add_argument("--cpu", action="store_true", help="CPU time per request only, in one thread")
     parser.add_argument("--profile", default="", help="write the router's cProfile data to this file")
     args = parser.parse_args(argv)
     allowed = sorted(os.sched_getaffinity(0))
@@ -225,21 +265,21 @@ def main(argv: Sequence[str] | None = None) -> list[_Result]:
     config = RouterConfig(
         port=port, scheduler=load_config({"scheduler": {"policy": args.policy}}).scheduler, corpus=CorpusConfig(False)
     )
+    if args.cpu:
+        results = [_loop(_cpu(config, ports[0], args))]
+        print(json.dumps({"policy": args.policy, **results[0]}), flush=True)
+        return results
     engines = context.Process(target=_run_engines, args=(ports, args.answer_s, args.answer_tokens))
     router = context.Process(target=_run_router, args=(config, core, args.profile))
     # Inherited by the engines; the router moves to its own core by itself.
     os.sched_setaffinity(0, set(allowed) - {core} or {core})
-    results: list[_Result] = []
+    results = []
     try:
         engines.start()
         router.start()
         urls = [f"http://127.0.0.1:{p}" for p in ports]
         for rate in args.rate:
-
-            async def measure(rate: float = rate) -> None:
-                results.append(await _client(args, rate, f"http://127.0.0.1:{port}", urls, router.pid or 0))
-
-            _loop(measure())
+            results.append(_loop(_client(args, rate, f"http://127.0.0.1:{port}", urls, router.pid or 0)))
             print(json.dumps({"policy": args.policy, **results[-1]}), flush=True)
     finally:
         os.sched_setaffinity(0, set(allowed))
