@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's own process in front of two real vLLM CPU engines, and the rollout function through it.
 
-Engines start once for the module (their imports take most of the time); the last test kills one.
+Engines start once for the module (their imports take most of the time); the last test kills one. 78 s on two busy
+cores, 54 of them for the start: too long for `make test`.
 """
 
 from __future__ import annotations
