@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("ray", "torch", "vllm", "verl", "hydra", "transformers")
+HEAVY = ("ray", "torch", "vllm", "verl", "hydra", "transformers", "slime", "sglang")
 PURE = [
     "war_rl.types",
     "war_rl.config",
@@ -20,6 +20,10 @@ PURE = [
     "war_rl.traces.model",
     "war_rl.compat",
     "war_rl.cli",
+    "war_rl.trainers.shell",
+    "war_rl.trainers.slime.router",
+    "war_rl.trainers.slime.rollout",
+    "war_rl.trainers.slime.loadtest",
 ]
 
 

@@ -43,5 +43,11 @@ def test_a_recipe_composes_and_is_accepted(script, tmp_path, monkeypatch):
     assert config.actor_rollout_ref.rollout.name == "war"
 
 
+@pytest.mark.parametrize("script", sorted(ROOT.glob("recipes/*/*.sh")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_a_script_parses_and_may_be_run(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK)
+
+
 def test_there_are_recipes():
     assert len(SCRIPTS) >= 2

@@ -15,6 +15,7 @@ OUT=${OUT:-runs/slime-$ROLLOUT}
 MEGATRON=${MEGATRON:-/root/Megatron-LM}
 HERE=$(cd "$(dirname "$0")/../.." && pwd)
 mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd) # slime runs in its own folder
 
 war=()
 if [ "$ROLLOUT" = war ]; then
@@ -22,8 +23,9 @@ if [ "$ROLLOUT" = war ]; then
     >"$OUT/router.log" 2>&1 &
   router=$!
   trap 'kill "$router" 2>/dev/null || true' EXIT
+  up=
   for _ in $(seq 100); do
-    python - "$ROUTER_IP" "$ROUTER_PORT" <<'PY' && break
+    python - "$ROUTER_IP" "$ROUTER_PORT" <<'PY' && up=1 && break
 import sys, urllib.request
 try:
     urllib.request.urlopen(f"http://{sys.argv[1]}:{sys.argv[2]}/health", timeout=1)
@@ -33,6 +35,7 @@ PY
     kill -0 "$router" || { cat "$OUT/router.log"; exit 1; }
     sleep 0.2
   done
+  [ -n "$up" ] || { echo "no router at $ROUTER_IP:$ROUTER_PORT; see $OUT/router.log" >&2; exit 1; }
   war+=(--sglang-router-ip "$ROUTER_IP" --sglang-router-port "$ROUTER_PORT")
   war+=(--rollout-function-path war_rl.trainers.slime.rollout.generate_rollout)
   if [ "$DRAFT" = 1 ]; then

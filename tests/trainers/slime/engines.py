@@ -30,6 +30,8 @@ class FakeEngine:
         self.headers: list[dict[str, str]] = []
         self.statuses: list[int] = []
         self.break_after: int | None = None
+        self.stall_after: int | None = None
+        self.deaf = False
         self.running = 0
         self.cancelled = 0
         self.version = "1"
@@ -39,6 +41,7 @@ class FakeEngine:
 
     def app(self) -> web.Application:
         app = web.Application()
+        app.router.add_post("/abort_request", self._models)
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/server_info", self._info)
@@ -51,6 +54,8 @@ class FakeEngine:
 
     async def _models(self, request: web.Request) -> web.Response:
         self.calls.append((request.path, None))
+        if self.deaf:
+            return web.Response(status=503)
         return web.json_response({"data": []})
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -83,6 +88,8 @@ class FakeEngine:
         await response.prepare(request)
         for count in range(1, wanted + 1):
             await response.write(b"data: " + json.dumps(self._answer(ids, new[:count])).encode() + b"\n\n")
+            if self.stall_after == count:
+                await asyncio.Event().wait()
             if self.break_after == count:
                 assert request.transport is not None
                 await asyncio.sleep(0.01)

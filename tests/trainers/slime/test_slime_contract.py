@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+from pathlib import Path
 
 import pytest
 
 from tests.trainers.slime import contract, fake_slime
 from war_rl.trainers.slime import rollout
+from war_rl.trainers.slime.sessions import ROUTING_HEADER
 
 HAS_SLIME = importlib.util.find_spec("slime") is not None
 
@@ -19,6 +22,21 @@ def test_the_installed_slime_is_as_recorded():
     record = contract.recorded()
     record.pop("slime")
     assert contract.describe() == record
+
+
+@pytest.mark.skipif(not HAS_SLIME, reason="slime is not installed (docs/slime.md says how)")
+def test_the_installed_slime_speaks_to_the_router_as_it_listens():
+    """What no signature shows: paths, payload names and the routing key's header, in slime's source."""
+    root = Path(next(iter(importlib.import_module("slime").__path__)))
+    wanted = {
+        "rollout/sglang_rollout.py": (ROUTING_HEADER, "/generate", "/workers", 'worker["url"]', "session_id"),
+        "backends/sglang_utils/sglang_engine.py": ("/workers", '"worker_type"', 'worker["id"]', "requests.delete"),
+        "backends/sglang_utils/server_control.py": ("/abort_request", '"abort_all"', "/v1/loads"),
+        "agent/adapters/common.py": (ROUTING_HEADER, "/abort_request", '"rid"'),
+        "ray/rollout.py": ("args.sglang_router_ip is not None",),
+    }
+    missing = {(f, text) for f, texts in wanted.items() for text in texts if text not in (root / f).read_text("utf-8")}
+    assert not missing
 
 
 def test_the_stand_in_is_as_recorded():

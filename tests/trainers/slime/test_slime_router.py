@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 
+import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 
 from tests.trainers.slime.engines import FakeEngine, cluster, until
 from war_rl.config import ConfigError
@@ -12,6 +15,7 @@ from war_rl.trainers.slime.settings import parse_args
 from war_rl.types import TrajectoryId, encode_request_id
 
 PROMPT = list(range(100, 140))
+KEY = ConnectionKey("engine", 1, False, True, None, None, None)
 
 
 def test_answers_pass_unchanged_and_the_worker_gets_the_same_body():
@@ -163,6 +167,67 @@ def test_health_checks_lose_a_worker_only_after_several_failures():
     asyncio.run(main())
 
 
+def test_turns_on_a_machine_that_vanishes_run_elsewhere():
+    """No connection closes, nothing answers: only the health checks notice."""
+
+    async def main():
+        engines = [FakeEngine(), FakeEngine()]
+        engines[0].hold.clear()
+        async with cluster(*engines, health_failures=1, health_abandon_failures=2) as c:
+            tasks = [asyncio.create_task(c.generate([*PROMPT, i])) for i in range(8)]
+            await until(lambda: len(engines[0].seen) + len(engines[1].seen) == 8 and engines[0].running >= 1)
+            engines[0].deaf = True
+            stuck = engines[0].running
+            await c.router.workers.check_all()
+            await asyncio.sleep(0.05)
+            # Lost, but it may yet answer what it has.
+            assert len(c.router.workers.healthy()) == 1 and engines[0].running == stuck
+            await c.router.workers.check_all()
+            answers = await asyncio.wait_for(asyncio.gather(*tasks), 30)
+            assert [status for status, _ in answers] == [200] * 8
+            await until(lambda: engines[0].cancelled == stuck)
+            assert c.router.stats()["router/retries"] == stuck and c.router.shell.inflight == 0
+
+    asyncio.run(main())
+
+
+def test_a_stream_of_a_machine_that_vanishes_breaks_visibly():
+    async def main():
+        engine = FakeEngine()
+        engine.stall_after = 2
+        async with cluster(engine, health_failures=1, health_abandon_failures=1) as c:
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5}, "stream": True}
+            async with c.client.post("/generate", json=body) as response:
+                await response.content.readuntil(b"\n\n")
+                engine.deaf = True
+                await c.router.workers.check_all()
+                with pytest.raises(Exception, match=r"[Pp]ayload|disconnect|closed"):
+                    await asyncio.wait_for(response.read(), 30)
+            await until(lambda: c.router.shell.inflight == 0)
+            values = c.router.stats()
+            assert values["router/broken_streams"] == 1 and values["router/client_gone"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_router_without_files_left_blames_no_worker(monkeypatch):
+    async def main():
+        async with cluster(FakeEngine()) as c:
+            real, calls = c.router.client.request, []
+
+            def request(*args, **kwargs):
+                calls.append(args)
+                if len(calls) < 3:
+                    raise aiohttp.ClientConnectorError(KEY, OSError(errno.EMFILE, "Too many open files"))
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(c.router.client, "request", request)
+            assert (await c.generate(PROMPT))[0] == 200
+            assert c.router.stats()["router/workers_lost"] == 0 and c.router.stats()["router/retries"] == 2
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_is_unavailable_is_tried_elsewhere_and_other_errors_pass():
     async def main():
         engine = FakeEngine()
@@ -229,6 +294,31 @@ def test_waiting_turns_are_answered_as_aborted_until_the_next_step():
     asyncio.run(main())
 
 
+def test_sglangs_abort_reaches_turns_that_no_engine_knows_yet():
+    async def main():
+        engine = FakeEngine(kv_tokens=200)
+        engine.hold.clear()
+        async with cluster(engine, scheduler=parse_args(["--policy", "cost"]).scheduler) as c:
+            tasks = [asyncio.create_task(c.generate([*PROMPT, *([i] * 100)], rid=f"r{i}")) for i in range(6)]
+            await until(lambda: engine.running >= 1 and c.router.shell.waiting >= 2)
+            seen = {body["rid"] for body in engine.seen}
+            victim = next(i for i in range(6) if f"r{i}" not in seen)
+            waiting = c.router.shell.waiting
+            assert (await c.call("POST", "/abort_request", {"rid": f"r{victim}"}))[0] == 200
+            _, body = await asyncio.wait_for(asyncio.shield(tasks[victim]), 30)
+            assert body["meta_info"]["finish_reason"]["type"] == "abort" and c.router.shell.waiting == waiting - 1
+            await c.call("POST", "/abort_request", {"abort_all": True})
+            assert c.router.shell.waiting == 0 and ("/abort_request", None) in engine.calls
+            engine.hold.set()
+            kinds = [b["meta_info"]["finish_reason"]["type"] for _, b in await asyncio.gather(*tasks)]
+            assert kinds.count("abort") == waiting
+            # Unlike the end of a rollout, it says nothing about the turns that come.
+            assert (await c.generate(PROMPT))[1]["meta_info"]["finish_reason"]["type"] == "stop"
+            assert c.router.shell.inflight == 0
+
+    asyncio.run(main())
+
+
 def test_a_step_ends_earlier_trajectories_and_announced_ones_report_their_turns():
     async def main():
         async with cluster(FakeEngine()) as c:
@@ -274,6 +364,19 @@ def test_statistics_as_json_and_for_prometheus():
             assert "war_rl_router_requests 1.0" in text
             assert f'war_rl_sched_replica_running{{worker="{c.urls[0]}"}} 0.0' in text
             assert "war_rl_router_request_seconds_count 1.0" in text
+
+    asyncio.run(main())
+
+
+def test_a_step_is_told_what_grew_since_the_last_one():
+    async def main():
+        async with cluster(FakeEngine()) as c:
+            for requests in (2, 1):
+                for i in range(requests):
+                    await c.generate([i])
+                _, body = await c.call("POST", "/war/take_stats", {"validate": False})
+                assert body["own"]["router/requests"] == requests == body["sched"]["sched/submitted"]
+                assert body["own"]["router/workers"] == 1
 
     asyncio.run(main())
 

@@ -1,18 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine behind the part of SGLang's HTTP interface that slime and the router use.
 
-python -m tests.trainers.slime.vllm_server MODEL_DIR PORT
+python -m tests.trainers.slime.vllm_server PORT
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import sys
+import threading
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from uuid import uuid4
 
 from aiohttp import web
+
+
+class Engine:
+    """vLLM's engine on a thread of this process: a second process would import everything once more.
+
+    VLLM_ENABLE_V1_MULTIPROCESSING=0 must be set.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._outputs: dict[str, asyncio.Queue[Any]] = {}
+        threading.Thread(target=self._run, daemon=True).start()
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        mine = self._outputs[name] = asyncio.Queue()
+        self._jobs.put(lambda: self._engine.add_request(name, prompt, params))
+        try:
+            while True:
+                output = await mine.get()
+                if output is None:
+                    return
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._outputs[name]
+            self._jobs.put(lambda: self._engine.abort_request([name]))
+
+    def abort_all(self) -> None:
+        for mine in self._outputs.values():
+            mine.put_nowait(None)
+
+    def _run(self) -> None:
+        while True:
+            idle = not self._engine.has_unfinished_requests()
+            while idle or not self._jobs.empty():
+                self._jobs.get()()
+                idle = False
+            for output in self._engine.step():
+                self._loop.call_soon_threadsafe(self._deliver, output)
+
+    def _deliver(self, output: Any) -> None:
+        mine = self._outputs.get(output.request_id)
+        if mine is not None:
+            mine.put_nowait(output)
 
 
 class Server:
@@ -62,8 +112,7 @@ class Server:
         return web.json_response({"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": 0}]})
 
     async def abort(self, request: web.Request) -> web.Response:
-        for name in list(self.running):
-            await self.engine.abort(name)
+        self.engine.abort_all()
         return web.json_response({})
 
 
@@ -99,12 +148,14 @@ def as_sglang(name: str, output: Any) -> dict[str, Any]:
     return {"text": part.text, "output_ids": ids, "meta_info": meta}
 
 
-async def main(model: str, port: int) -> None:
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+async def main(port: int) -> None:
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-    args = AsyncEngineArgs(
-        model=model,
+    from tests.support.tiny_model import tiny_model_dir
+
+    args = EngineArgs(
+        model=str(tiny_model_dir()),
         dtype="float32",
         max_model_len=1024,
         max_num_seqs=64,
@@ -115,7 +166,7 @@ async def main(model: str, port: int) -> None:
         enable_prefix_caching=True,
         disable_log_stats=True,
     )
-    engine = AsyncLLM.from_engine_args(args)
+    engine = Engine(LLMEngine.from_engine_args(args))
     runner = web.AppRunner(Server(engine, 1024 * 16).app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
@@ -124,4 +175,4 @@ async def main(model: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(int(sys.argv[1])))

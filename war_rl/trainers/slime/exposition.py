@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's flat values as Prometheus text. ``sched/replica/<id>/<value>`` becomes a label, not a name."""
+"""The router's flat values for others: as Prometheus text (``sched/replica/<id>/<value>`` becomes a label, not a name),
+and as the values of one step."""
 
 from __future__ import annotations
 
@@ -12,6 +13,24 @@ from prometheus_client.registry import Collector
 
 _REPLICA = "sched/replica/"
 _SESSION = "router/session_by/"
+
+GAUGES = frozenset(
+    {"router/sessions", "router/inflight", "router/workers", "router/workers_healthy"}
+    | {"corpus/wanted", "corpus/wanted_tokens", "corpus/wanted_documents", "corpus/server_tokens_max"}
+    | {"corpus/servers_supported", "corpus/servers_unsupported"}
+)
+"""Values that are as they are at the moment; all others of the router and the feed only grow."""
+
+
+class StepValues:
+    """Growing values as their growth since they were last taken, gauges as they are."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+
+    def take(self, values: Mapping[str, float]) -> dict[str, float]:
+        before, self._before = self._before, dict(values)
+        return {k: v if k in GAUGES else v - before.get(k, 0.0) for k, v in values.items()}
 
 
 class StatsCollector(Collector):

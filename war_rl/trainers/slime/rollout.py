@@ -52,6 +52,7 @@ class _Rollout:
     accepted: dict[str, float] = field(default_factory=dict)
     unannounced: int = 0
     warned: bool = False
+    aborted: bool = False
 
     async def call(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One of the router's own calls.
@@ -111,7 +112,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         try:
             output = sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=False)
         finally:
-            run(_stop(watcher))
+            run(_stop(watcher, rollout))
+    rollout.unannounced += _went_past(output.samples)
     metrics = run(_end(rollout, time.monotonic() - began))
     output.metrics = {**(output.metrics or {}), **metrics}
     _define_wandb_axis(args)
@@ -228,7 +230,7 @@ def documents(samples: list[Any]) -> list[str]:
 async def _begin(rollout: _Rollout) -> None:
     try:
         await rollout.call("/war/step", {"step": rollout.rollout_id})
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ValueError) as error:
         raise ConfigError(
             f"--sglang-router-ip/--sglang-router-port: {rollout.router} is not War-RL's router ({error}). Start it "
             "with `python -m war_rl.trainers.slime.router`, or use slime's own --rollout-function-path"
@@ -238,17 +240,34 @@ async def _begin(rollout: _Rollout) -> None:
 
 
 async def _end(rollout: _Rollout, seconds: float) -> dict[str, float]:
-    sched = await rollout.tell("/war/take_stats", {"validate": False})
+    taken = await rollout.tell("/war/take_stats", {"validate": False})
+    sched = taken.get("sched", {})
     values = step_metrics(rollout.records, seconds=seconds, engine=rollout.accepted, sched=sched, spec={})
+    values |= {f"war/{name}": float(value) for name, value in taken.get("own", {}).items()}
     if rollout.client is not None:
         await rollout.client.aclose()
+    # Nobody counts preemptions here; 0 would be taken for a measurement.
+    values.pop("war/rollout/preemptions", None)
     return values | {"war/rollout/unannounced": float(rollout.unannounced)}
+
+
+def _went_past(groups: list[Any]) -> int:
+    """How many samples have a generate function of their own: slime prefers it to ours, so nobody announced them."""
+    flat = [s for group in groups for entry in group for s in (entry if isinstance(entry, list) else [entry])]
+    count = sum(1 for s in flat if getattr(s, "generate_function_path", None))
+    if count:
+        _say_once(
+            "samples with a generate_function_path of their own go past War-RL's rollout function: their requests are "
+            "scheduled by routing key or prompt, and nothing is drafted from them. Use --custom-generate-function-path"
+        )
+    return count
 
 
 async def _free_waiting_turns(rollout: _Rollout, state: Any) -> None:
     """slime ends a rollout by aborting on the engines; turns that still wait in the router must end as well."""
     while not state.aborted:
         await asyncio.sleep(ABORT_POLL_S)
+    rollout.aborted = True
     await rollout.tell("/war/abort", {})
 
 
@@ -256,10 +275,13 @@ async def _start(coroutine: Any) -> asyncio.Task[None]:
     return asyncio.get_running_loop().create_task(coroutine)
 
 
-async def _stop(task: asyncio.Task[None]) -> None:
+async def _stop(task: asyncio.Task[None], rollout: _Rollout) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+    if rollout.aborted:
+        # Whatever comes before the next step, an evaluation say, is not part of the rollout that was aborted.
+        await rollout.tell("/war/resume", {})
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,10 +27,11 @@ from war_rl.config import ConfigError
 from war_rl.rollout.scheduler import GlobalScheduler
 from war_rl.trainers.shell import SchedulerShell
 from war_rl.trainers.slime.corpus import CorpusPlan, CorpusPublisher
-from war_rl.trainers.slime.exposition import StatsCollector, exposition
-from war_rl.trainers.slime.proxy import Proxy, error_response
+from war_rl.trainers.slime.exposition import StatsCollector, StepValues, exposition
+from war_rl.trainers.slime.proxy import Proxy
 from war_rl.trainers.slime.sessions import SessionTable
 from war_rl.trainers.slime.settings import RouterConfig, parse_args
+from war_rl.trainers.slime.turns import error_response
 from war_rl.trainers.slime.workers import Worker, WorkerError, Workers
 from war_rl.types import TrajectoryId
 
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: a step's trajectories all arrive at once."""
+WANTED_FILES = 16_384
+"""Below this many open files the log says so."""
 
 
 class SlimeRouter:
@@ -50,6 +54,7 @@ class SlimeRouter:
         self.sessions = SessionTable(config.block_size)
         self.announced_step: int | None = None
         self.expired_sessions = 0
+        self._taken = StepValues()
         self._tasks: list[asyncio.Task[None]] = []
 
     def app(self) -> web.Application:
@@ -78,6 +83,7 @@ class SlimeRouter:
         add("POST", "/war/begin", self._begin)
         add("POST", "/war/finish", self._finish)
         add("POST", "/war/abort", self._abort)
+        add("POST", "/war/resume", self._resume)
         return app
 
     async def _life(self, app: web.Application) -> Any:
@@ -85,9 +91,13 @@ class SlimeRouter:
         total = config.request_timeout_s or None
         timeout = aiohttp.ClientTimeout(total=total, sock_connect=config.connect_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=config.keepalive_s)
-        # Requests go to the engines and nowhere else: no proxy of the environment.
+        # Requests go to the engines and nowhere else: no proxy of the environment, no cookies, no compression.
         async with aiohttp.ClientSession(
-            timeout=timeout, connector=connector, trust_env=False, auto_decompress=True
+            timeout=timeout,
+            connector=connector,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept-Encoding", "User-Agent"),
         ) as client:
             self.client = client
             self.corpus = CorpusPublisher(CorpusPlan(config.corpus, self._run), client)
@@ -100,7 +110,9 @@ class SlimeRouter:
                 timeout_s=config.health_timeout_s,
                 threshold=config.health_failures,
                 on_ready=lambda w: self.corpus.server_ready(w.url),
+                abandon=config.health_abandon_failures,
                 on_lost=lambda w: self.corpus.server_lost(w.url),
+                on_abandoned=lambda w: self.proxy.abandon(w.url),
             )
             self.proxy = Proxy(
                 self.shell,
@@ -135,12 +147,22 @@ class SlimeRouter:
 
     async def _ask_all(self, request: web.Request) -> web.Response:
         workers = self.workers.all()
+        if request.path == "/abort_request":
+            await self._abort_waiting(request)
+            workers = self.workers.healthy()
         answers = await self._ask(workers, request)
         if request.path == "/flush_cache":
             self.shell.weights_updated(self.sessions.step)
         failed = {w.url: a.status for w, a in zip(workers, answers, strict=True) if a.status != 200}
         body = {"status": "error" if failed else "success", "workers": len(workers), "failed": failed}
         return web.json_response(body, status=502 if failed else 200)
+
+    async def _abort_waiting(self, request: web.Request) -> None:
+        """Turns that no engine knows yet are aborted here, by SGLang's rule: all, or those with the request id."""
+        body = await _json_object(request)
+        rid = str(body.get("rid") or "")
+        if rid or body.get("abort_all"):
+            self.proxy.abort_waiting("" if body.get("abort_all") else rid)
 
     async def _ask(self, workers: Sequence[Worker], request: web.Request) -> list[web.Response]:
         data = await request.read()
@@ -228,11 +250,19 @@ class SlimeRouter:
         return web.json_response({"turns": turns})
 
     async def _abort(self, request: web.Request) -> web.Response:
+        """What waits, and what comes until the rollout is over, is answered as aborted."""
         return web.json_response({"turned_away": self.proxy.abort()})
 
+    async def _resume(self, request: web.Request) -> web.Response:
+        """The rollout is over; an evaluation may follow."""
+        self.proxy.resume()
+        return web.json_response({})
+
     async def _take_stats(self, request: web.Request) -> web.Response:
+        """Values since the last call: the scheduler's of one kind of trajectory, the router's and the feed's own."""
         validate = bool((await _json_object(request)).get("validate"))
-        return web.json_response(self.shell.scheduler.take_step_stats(validate))
+        sched = self.shell.scheduler.take_step_stats(validate)
+        return web.json_response({"sched": sched, "own": self._taken.take(self._own_stats())})
 
     async def _stats(self, request: web.Request) -> web.Response:
         body = {
@@ -249,8 +279,10 @@ class SlimeRouter:
 
     def stats(self) -> dict[str, float]:
         """All values, flat names."""
+        return {**self.shell.scheduler.counters(), **self._own_stats()}
+
+    def _own_stats(self) -> dict[str, float]:
         return {
-            **self.shell.scheduler.counters(),
             **{f"router/{k}": v for k, v in self.proxy.counts.items()},
             **{f"router/session_by/{k}": float(v) for k, v in self.sessions.counts.items()},
             "router/sessions": float(len(self.sessions)),
@@ -330,6 +362,15 @@ async def serve(config: RouterConfig, started: asyncio.Event | None = None) -> N
         await runner.cleanup()
 
 
+def allow_many_connections() -> None:
+    """Each running request holds two connections: take all the open files that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < WANTED_FILES:
+        logger.warning("at most %d open files (ulimit -n): about %d requests at once", hard, hard // 2)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -338,6 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    allow_many_connections()
     try:
         import uvloop
     except ImportError:

@@ -47,6 +47,9 @@ class RouterConfig:
     """Unit: seconds."""
     health_failures: int = 3
     """Failed checks in a row until a worker is lost. A refused connection loses it at once."""
+    health_abandon_failures: int = 12
+    """Failed checks in a row until what still waits for the worker is placed elsewhere, since a machine that vanishes
+    closes no connection. Far above ``health_failures``: it gives up what the worker may yet answer."""
     session_ttl_s: float = 1800.0
     """A trajectory whose end nobody announces ends after this long without a request. Unit: seconds."""
     max_body_mb: int = 512

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 DESCRIBE_PATHS = ("/server_info", "/get_server_info")
 """Where an SGLang server describes itself; the second is the older name."""
 
+REMOVED = "removed"
+"""The reason of a loss that was asked for."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -62,6 +65,10 @@ class Workers:
         interval_s, timeout_s, threshold: seconds between checks, seconds each may take, failures in a row until a
             worker is lost.
         on_ready: called with each worker that starts to take turns, also when it comes back.
+        abandon: failures in a row after which what still waits for the worker's answer is given up, too. Far more than
+            ``threshold``: silence may be a busy machine, and to give up a turn loses what it has generated.
+        on_lost: called with each worker that takes no turns any more.
+        on_abandoned: called with each worker that has been silent for ``abandon`` checks.
     """
 
     def __init__(
@@ -74,8 +81,10 @@ class Workers:
         interval_s: float = 5.0,
         timeout_s: float = 5.0,
         threshold: int = 3,
+        abandon: int = 12,
         on_ready: Callable[[Worker], None] = lambda worker: None,
         on_lost: Callable[[Worker], None] = lambda worker: None,
+        on_abandoned: Callable[[Worker], None] = lambda worker: None,
     ) -> None:
         self._shell = shell
         self._session = session
@@ -84,8 +93,10 @@ class Workers:
         self._interval_s = interval_s
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._threshold = threshold
+        self._abandon = max(abandon, threshold)
         self._on_ready = on_ready
         self._on_lost = on_lost
+        self._on_abandoned = on_abandoned
         self._by_url: dict[str, Worker] = {}
         self.lost_total = 0
 
@@ -115,11 +126,11 @@ class Workers:
         return worker
 
     def remove(self, worker_id: str) -> Worker | None:
-        """Forget a worker, by its id. Its running turns fail over to others when its server stops."""
+        """Forget a worker, by its id. Turns that run there may end; those that its server breaks off fail over."""
         worker = next((w for w in self._by_url.values() if w.id == worker_id), None)
         if worker is not None:
             del self._by_url[worker.url]
-            self._lose(worker, "removed")
+            self._lose(worker, REMOVED)
         return worker
 
     def get(self, worker_id: str) -> Worker | None:
@@ -179,6 +190,8 @@ class Workers:
         worker.failures += 1
         if worker.failures >= self._threshold:
             self._lose(worker, f"{worker.failures} health checks failed")
+        if worker.failures == self._abandon:
+            self._on_abandoned(worker)
 
     async def _probe(self, worker: Worker) -> str:
         """``alive``, ``refused`` (nobody listens there) or ``silent`` (anything else)."""
@@ -222,7 +235,7 @@ class Workers:
         worker.healthy = False
         lost = self._shell.lose(worker.url, reason)
         self._on_lost(worker)
-        if reason == "removed":
+        if reason == REMOVED:
             logger.info("worker %s is removed; %d turns ran there", worker.url, len(lost))
         else:
             self.lost_total += 1
