@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from war_rl.config import ConfigError, WarConfig, load_config
 
 ROLLOUTS = ("war", "vllm")
-ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+ONE_PROCESS = "war_rl.engines.vllm.one_process.OneProcessExecutor"
 ROUTER_YAML = Path(__file__).with_name("router.yaml")
 
 
