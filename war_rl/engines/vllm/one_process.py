@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An executor that keeps the engine's only worker in the engine's own process; for machines without an accelerator.
 
-verl asks for vLLM's ``mp`` executor: a second process, and both poll shared memory without pause while they wait for each
-other (vLLM's ``SpinCondition``, one second long). With two replicas on two cores that is four spinners on the cores that
-the model needs. vLLM's own ``uni`` executor has one process, but its CPU platform turns that name into ``mp``, because
-only ``mp`` can set OpenMP's variables; here they are set before the engine starts.
+verl asks for vLLM's ``mp`` executor: a second process, and both poll shared memory without pause while they wait for
+each other (vLLM's ``SpinCondition``, one second long). With two replicas on two cores that is four spinners on the
+cores that the model needs. vLLM's own ``uni`` executor has one process, but its CPU platform turns that name into
+``mp``, because only ``mp`` can set OpenMP's variables; here they are set before the engine starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class OneProcessExecutor(UniProcExecutor):
     def _distributed_args(self) -> tuple[str, int, int]:
         if self.parallel_config.world_size > 1:
             raise ValueError(
-                "distributed_executor_backend=war_rl.engines.vllm.one_process.OneProcessExecutor holds one worker; with "
+                f"{type(self).__module__}.{type(self).__name__} holds one worker; with "
                 f"{self.parallel_config.world_size} workers per replica use distributed_executor_backend=mp"
             )
         _, rank, local_rank = super()._distributed_args()
