@@ -24,15 +24,16 @@ class ConfigError(ValueError):
 class SpecConfig:
     """Drafting (``war.spec``)."""
 
-    policy: str = "war"
-    """Who decides how many tokens to draft: ``war`` (drafting is on while a replica runs at most ``max_running``
-    requests, the published rule), ``budget`` (as many as pay by the fitted step time) or ``off``."""
+    policy: str = "budget"
+    """Who decides how many tokens to draft: ``budget`` (as many as pay by the fitted step time), ``war`` (the published
+    rule: drafting is on while a replica runs at most ``max_running`` requests) or ``off``."""
     max_running: int = 16
-    """Policy ``war``: most requests running on a replica for which it still drafts. Unit: requests."""
+    """Policy ``war``: most requests running on a replica for which it still drafts. With every policy: where the
+    progress line begins to call a replica's load high. Unit: requests."""
     max_draft_tokens: int = 8
     """Most tokens drafted for one request in one engine step. Unit: tokens."""
     min_token_prob: float = 0.1
-    """A draft ends where the tree's estimate of the next token falls below this. Unit: probability."""
+    """Policy ``war``: a draft ends where the next token's estimated chance falls below this. Unit: probability."""
     window_steps: int = 2
     """How many past steps' text stays draftable; 0 keeps the current step only. Unit: steps."""
     memory_mb: int = 1024
@@ -164,7 +165,7 @@ class WarConfig:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "spec.policy": ("war", "budget", "off"),
+    "spec.policy": ("budget", "war", "off"),
     "scheduler.policy": (
         "cost",
         "least_tokens",

@@ -165,7 +165,8 @@ class WarSide:
     ) -> None:
         self._fanout = fanout
         self.drafters = [
-            Drafter(spec, stop_token_ids=stops, clock=lambda: 0.0, step_time=step_time) for _ in range(replicas)
+            Drafter(spec, stop_token_ids=stops, clock=lambda: 0.0, step_time=step_time, trust_prior=True)
+            for _ in range(replicas)
         ]
         self.seconds: list[float] = []
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from war_rl.config import SpecConfig
 from war_rl.spec import kernels
-from war_rl.spec.budget import Budget, StepTime
+from war_rl.spec.budget import FITTED_STEPS, Budget, StepTime
 from war_rl.spec.calibration import Calibration
 from war_rl.spec.corpus import Corpus, Entry, IndexFactory
 from war_rl.spec.index import SOURCES, Predictions
@@ -22,6 +22,8 @@ LOOK_AHEAD = 1
 """Tokens predicted beyond what may be drafted, so that calibration sees what was not drafted too."""
 REACH_FLOOR = 0.02
 """A prediction ends where the chance to get that far falls below this: no step-time model makes it worth a token."""
+BEST_EVERY = 64
+"""Steps between two looks at the best chance that calibration could give at all."""
 
 
 @dataclass(slots=True)
@@ -72,6 +74,8 @@ class Drafter:
         clock: monotonic seconds.
         unix_time: seconds since the epoch, only for the feed-lag metric; None leaves it out.
         step_time: fixed step times instead of the fitted model; for replays.
+        trust_prior: whether the step-time model's prior, measured on CPUs, is this machine's too. Elsewhere policy
+            ``budget`` drafts only after some steps have been measured.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Drafter:
         clock: Callable[[], float],
         unix_time: Callable[[], float] | None = None,
         step_time: StepTime | None = None,
+        trust_prior: bool = False,
     ) -> None:
         self._config = config
         self._on = config.policy != "off"
@@ -97,6 +102,8 @@ class Drafter:
         self.budget = Budget()
         self.model = StepTimeModel()
         self._step_time = step_time
+        self._trust_prior = trust_prior or step_time is not None
+        self._best = 1.0
         self._running: dict[str, _Running] = {}
         self._serial = 0
         self._last_tokens = 0
@@ -201,8 +208,10 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in requests]
         chosen = [i for i, running in enumerate(ready) if running is not None]
         running_now = len(requests)
-        if not chosen or self._held_off(running_now):
+        kv_tokens = float(sum(len(r.tokens) for r in requests))
+        if not chosen or self._held_off(running_now, kv_tokens):
             return drafts
+        begun = self._clock()
         cap = self._config.max_draft_tokens
         limits = [min(requests[i].max_draft, cap) for i in chosen]
         slots = [running.entry.slot for running in ready if running is not None]
@@ -211,7 +220,8 @@ class Drafter:
         )
         counts = found.counts.tolist()
         probs = [found.probs[row, : min(counts[row], limits[row])].tolist() for row in range(len(chosen))]
-        lengths = self._lengths(probs, found, running_now, requests)
+        self.budget.looked(len(chosen), self._clock() - begun)
+        lengths = self._lengths(probs, found, running_now, kv_tokens)
         for row, i in enumerate(chosen):
             running = ready[i]
             assert running is not None
@@ -221,17 +231,32 @@ class Drafter:
                 self._count_draft(running, found, row, lengths[row])
         return drafts
 
-    def _held_off(self, running: int) -> bool:
-        published = self._config.policy == "war"
-        held = running > self._config.max_running if published else self.budget.asleep(running)
+    def _held_off(self, running: int, kv_tokens: float) -> bool:
+        """Whether this step's drafts could only be empty, or are not worth looking for."""
+        if self._config.policy == "war":
+            held = running > self._config.max_running
+        else:
+            if self._serial % BEST_EVERY == 1:
+                self._best = self.calibration.best()
+            held = self.budget.asleep(running) or (
+                self._model_known() and self.budget.hopeless(running, kv_tokens, self._times(), self._best)
+            )
         self._counts["steps_held_off"] += held
         return held
 
-    def _lengths(
-        self, probs: list[list[float]], found: Predictions, running: int, requests: Sequence[RequestView]
-    ) -> list[int]:
+    def _times(self) -> StepTime:
+        return self._step_time or self.model
+
+    def _model_known(self) -> bool:
+        return self._trust_prior or self.model.observations >= FITTED_STEPS
+
+    def _lengths(self, probs: list[list[float]], found: Predictions, running: int, kv_tokens: float) -> list[int]:
         if self._config.policy == "war":
             return [self._published_length(p, int(found.info[row, 0, 4])) for row, p in enumerate(probs)]
+        if not self._model_known():
+            # Meanwhile predictions are settled and teach the calibration.
+            self._counts["steps_unmeasured"] += 1
+            return [0] * len(probs)
         reach: list[list[float]] = []
         for chances in probs:
             total, line = 1.0, []
@@ -239,8 +264,7 @@ class Drafter:
                 total *= chance
                 line.append(total)
             reach.append(line)
-        kv_tokens = float(sum(len(r.tokens) for r in requests))
-        return self.budget.choose(reach, running, kv_tokens, self._step_time or self.model)
+        return self.budget.choose(reach, running, kv_tokens, self._times())
 
     def _published_length(self, probs: list[float], match: int) -> int:
         """Policy ``war``: no longer than the match, ending where a token's own chance is small."""

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import numpy as np
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from war_rl.config import SpecConfig, load_config
@@ -146,7 +147,14 @@ class WarProposer:
         self._drafter.feed(items)
 
     def _new_drafter(self) -> Drafter:
-        return Drafter(self._config, stop_token_ids=self._stop, clock=time.perf_counter, unix_time=time.time)
+        return Drafter(
+            self._config,
+            stop_token_ids=self._stop,
+            clock=time.perf_counter,
+            unix_time=time.time,
+            # The prior was measured on CPUs; elsewhere drafting waits until steps have been measured.
+            trust_prior=current_platform.is_cpu(),
+        )
 
     def war_forget(self) -> None:
         """Forget all text and counts, as a new engine would; only while no request runs. Used by the benchmark."""
