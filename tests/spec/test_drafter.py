@@ -77,6 +77,23 @@ def test_a_siblings_text_from_the_feed_is_draftable_and_never_entered_twice() ->
     assert drafter.counters()["draft_tokens_fed"] >= len(draft)
 
 
+def test_a_siblings_running_turn_is_draftable_token_by_token() -> None:
+    drafter = make()
+    other = [1, 500, 501, 502]
+    for known in range(5, len(PHRASE) + 1):
+        # The sibling is one token ahead within the same engine step, its turn far from over.
+        ahead = view(trajectory(1), [1, *PHRASE[:known]])
+        behind = view(trajectory(0), [*other, *PHRASE[: known - 1]])
+        _, draft = drafter.propose([ahead, behind])
+        assert draft[:1] == [PHRASE[known - 1]]
+        assert drafter.explain(behind.key)[0] == ("group", known - 1)
+    # Another prompt sees it only once the turn is over: then it is published, a slice per step.
+    stranger = view(trajectory(0, uid="else", index="8"), [1, *PHRASE[:6]])
+    assert drafter.propose([ahead, behind, stranger])[2] == []
+    drafter.propose([stranger])
+    assert drafter.propose([stranger])[0][:2] == PHRASE[6:8]
+
+
 def test_text_that_ran_here_does_not_count_as_fed() -> None:
     drafter = make()
     drafter.propose([view(trajectory(1), [1, *PHRASE])])
