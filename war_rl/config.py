@@ -33,7 +33,7 @@ class SpecConfig:
     max_running: int = 16
     """Policy ``war``: most requests running on a replica for which it still drafts. With every policy: where the
     progress line begins to call a replica's load high. Unit: requests."""
-    max_draft_tokens: int = 8
+    max_draft_tokens: int = 12
     """Most tokens drafted for one request in one engine step. Unit: tokens."""
     min_token_prob: float = 0.1
     """Policy ``war``: a draft ends where the next token's estimated chance falls below this. Unit: probability."""

@@ -86,9 +86,16 @@ class Corpus:
     # -- running requests ---------------------------------------------------------------------------------------
 
     def enter(self, key: str, trajectory: TrajectoryId | None, tokens: TokenArray) -> Entry:
-        """A request starts (or a trajectory's next turn): what is here already must be a prefix of its tokens [n]."""
+        """A request starts (or a trajectory's next turn): what is here already must be a prefix of its tokens [n].
+
+        Raises:
+            MemoryError: the bound is so low that the running requests fill it.
+        """
         name: Name = trajectory if trajectory is not None else key
         entry = self._entries.get(name)
+        if entry is not None and entry.request:
+            # Two turns of one trajectory at once: the second one's text is kept apart, and for as long as it runs.
+            name, entry = key, self._entries.get(key)
         if entry is not None and entry.base:
             self._leave(entry)
             entry = None
@@ -138,12 +145,27 @@ class Corpus:
 
     def _open(self, name: Name, trajectory: TrajectoryId | None, base: int = 0) -> Entry:
         step = trajectory.step if trajectory is not None else self._step
-        slot = self.index.open(scope_of(name), self._group(trajectory.group) if trajectory is not None else 0)
+        scope = scope_of(trajectory if trajectory is not None else name)
+        slot = self._slot(scope, self._group(trajectory.group) if trajectory is not None else 0)
         entry = Entry(name, slot, step, base)
         self._ran_here.discard(slot)
         self._entries[name] = entry
         self._by_step.setdefault(step, {})[name] = entry
         return entry
+
+    def _slot(self, scope: int, group: int) -> int:
+        """A slot, evicting for it where need be. Raises MemoryError when running requests hold them all."""
+        while True:
+            try:
+                return self.index.open(scope, group)
+            except MemoryError:
+                oldest = None if self._to_drop else self._oldest()
+                if oldest is not None:
+                    self.counts["evicted_trajectories"] += 1
+                    self._leave(oldest)
+                elif not self._to_drop:
+                    raise
+                self._drop_some()
 
     def _group(self, group: GroupId) -> int:
         number = self._groups.get(group)
@@ -267,7 +289,11 @@ class Corpus:
             self._orphan(entry)
             entry = None
         if entry is None:
-            entry = self._open(trajectory, trajectory, start)
+            try:
+                entry = self._open(trajectory, trajectory, start)
+            except MemoryError:
+                self.counts["dropped_tokens"] += len(tokens)
+                return
         fresh = tokens[entry.length - start :]
         if len(fresh):
             self.counts["feed_tokens"] += self._append(entry, fresh)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,7 @@ class RequestView:
         sampled: tokens committed for it in this step; 0 while it is still prefilling.
         draftable: its sampling parameters are ones the verifier honours.
         max_draft: clamp from context length and max_tokens.
+        stops: end-of-turn tokens of its own, beside the drafter's.
     """
 
     key: str
@@ -47,12 +48,13 @@ class RequestView:
     sampled: int
     draftable: bool
     max_draft: int
+    stops: frozenset[int] = frozenset()
 
 
 class _Running:
     """What the drafter remembers of a running request between two steps."""
 
-    __slots__ = ("drafted", "entry", "guess", "prefix", "row", "seen", "told")
+    __slots__ = ("drafted", "entry", "guess", "prefix", "row", "told")
 
     def __init__(self, entry: Entry, prefix: str) -> None:
         self.entry = entry
@@ -60,7 +62,6 @@ class _Running:
         self.drafted = 0
         self.guess: Predictions | None = None
         self.row = 0
-        self.seen = 0
         self.told = False
 
 
@@ -138,10 +139,10 @@ class Drafter:
         if not self._on:
             return [[] for _ in requests]
         self._serial += 1
+        # First, so that a trajectory's next turn finds its text free even when it starts in the very next step.
+        self._retire({request.key for request in requests})
         until = self._clock() + self._slice_s
         ready = [self._take_in(request, until) for request in requests]
-        if len(self._running) > len(requests):
-            self._retire()
         self._observe(requests, step_seconds)
         self._corpus.ingest(until, self._unix_time)
         drafts = self._drafts(requests, ready)
@@ -152,8 +153,11 @@ class Drafter:
         """Bring the text up to date; the request's record when it can be drafted for in this step."""
         running = self._running.get(request.key)
         if running is None:
-            running = self._start(request)
-        running.seen = self._serial
+            try:
+                running = self._start(request)
+            except MemoryError:
+                self._counts["unplaced_steps"] += 1
+                return None
         guess = running.guess
         if guess is not None:
             if request.sampled:
@@ -191,8 +195,9 @@ class Drafter:
         for i in range(accepted):
             counts[prefix + "accepted_tokens_" + SOURCES[int(guess.info[row, i, 3])]] += 1
 
-    def _retire(self) -> None:
-        for key in [k for k, r in self._running.items() if r.seen != self._serial]:
+    def _retire(self, present: Set[str] = frozenset()) -> None:
+        """Requests that are not present have left the engine: finished, aborted or preempted."""
+        for key in self._running.keys() - present:
             self._corpus.leave(self._running.pop(key).entry)
 
     def _observe(self, requests: Sequence[RequestView], step_seconds: float | None) -> None:
@@ -219,6 +224,9 @@ class Drafter:
             slots, [n + LOOK_AHEAD for n in limits], self.calibration.cells, self._stops, REACH_FLOOR, cap + LOOK_AHEAD
         )
         counts = found.counts.tolist()
+        for row, i in enumerate(chosen):
+            if requests[i].stops:
+                limits[row] = _upto(found.tokens[row, : limits[row]].tolist(), requests[i].stops)
         probs = [found.probs[row, : min(counts[row], limits[row])].tolist() for row in range(len(chosen))]
         self.budget.looked(len(chosen), self._clock() - begun)
         lengths = self._lengths(probs, found, running_now, kv_tokens)
@@ -302,7 +310,6 @@ class Drafter:
         """Take in one bounded slice while the engine has nothing to do; True if more is waiting."""
         if not self._on:
             return False
-        self._serial += 1
         self._retire()
         self._last_tokens = 0
         return self._corpus.ingest(self._clock() + self._slice_s, self._unix_time)
@@ -317,7 +324,6 @@ class Drafter:
         """New weights: text older than the window leaves, the rest stays, calibration trusts its past less."""
         if not self._on:
             return
-        self._serial += 1
         self._retire()
         self._corpus.begin_step(step)
         self.calibration.begin_step()
@@ -335,6 +341,11 @@ class Drafter:
             "step_per_token_s": fitted.per_token,
             "step_outliers": self.model.outliers,
         }
+
+
+def _upto(tokens: list[int], stops: frozenset[int]) -> int:
+    """How many tokens there are up to the first stop token, itself included."""
+    return next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
 
 
 def _group_of(entry: Entry) -> GroupId | None:
