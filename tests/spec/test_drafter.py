@@ -159,7 +159,7 @@ def test_long_text_is_taken_in_slices() -> None:
     text = list(range(1, 20_000))
     request = view(trajectory(), text)
     assert drafter.propose([request]) == [[]]
-    looks = [drafter.propose([request]) for _ in range(60)]
+    looks = [drafter.propose([request]) for _ in range(200)]
     assert drafter.counters()["live_trees"] == 1
     assert drafter._running[request.key].entry.length == len(text)
     assert looks
@@ -379,3 +379,14 @@ def test_calibration_learns_and_forgets_to_its_prior() -> None:
     for _ in range(40):
         drafter.calibration.begin_step()
     assert drafter.calibration.chance(1) == pytest.approx(Calibration().chance(1), rel=0.01)
+
+
+def test_a_fed_trajectory_larger_than_the_memory_does_not_evict_itself() -> None:
+    drafter = Drafter(dataclasses.replace(spec(), memory_mb=1), clock=Clock())
+    text = np.arange(30_000, dtype=np.int32)
+    drafter.feed([FeedItem(trajectory(1), 0, text), FeedItem(trajectory(1), len(text), text)])
+    while drafter.idle():
+        pass
+    counters = drafter.counters()
+    assert counters["dropped_tokens"] > 0 and counters["bytes"] <= 1 << 20
+    assert drafter.propose([view(trajectory(0), [5, 6, 7, 8])])[0] == []

@@ -15,11 +15,13 @@ from war_rl.types import FeedItem, GroupId, TokenArray, TrajectoryId
 IndexFactory = Callable[[int], SuffixIndex]
 """Makes an index that stays below a number of bytes."""
 
-CHUNK_TOKENS = 512
-"""Most tokens taken in between two looks at the clock, about 0.2 ms: how far a slice can overrun its time."""
+CHUNK_TOKENS = 128
+"""Most tokens taken in between two looks at the clock, about 0.1 ms: how far a slice can overrun its time."""
 CHUNK_PAGES = 64
 """Most pages given back between two looks at the clock."""
-RESERVE_TOKENS = 4 * CHUNK_TOKENS
+FEW_TOKENS = 64
+"""So much of a running request's text is taken in even when the time is up: what one engine step commits."""
+RESERVE_TOKENS = 2048
 """Room that eviction keeps free."""
 
 Name = TrajectoryId | str
@@ -127,10 +129,11 @@ class Corpus:
             self._verify(entry, tokens)
             missing = len(tokens) - entry.length
         while missing > 0:
-            took = self._append(entry, tokens[entry.length : entry.length + CHUNK_TOKENS])
+            if missing > FEW_TOKENS and self._clock() >= until:
+                return False
+            if not self._append(entry, tokens[entry.length : entry.length + CHUNK_TOKENS]):
+                return False
             missing = len(tokens) - entry.length
-            if not took or (missing > 0 and self._clock() >= until):
-                return missing == 0
         return True
 
     def leave(self, entry: Entry) -> None:
@@ -187,29 +190,29 @@ class Corpus:
 
     def _append(self, entry: Entry, tokens: TokenArray) -> int:
         if self.index.free_tokens() < RESERVE_TOKENS:
-            self._make_room()
+            self._make_room(entry)
         took = self.index.append(entry.slot, tokens)
         entry.length += took
         if took < len(tokens):
             self.counts["dropped_tokens"] += len(tokens) - took
         return took
 
-    def _make_room(self) -> None:
-        """Give pages back until the reserve is free, oldest step first; running text stays."""
+    def _make_room(self, growing: Entry) -> None:
+        """Give pages back until the reserve is free, oldest step first; running text and what is growing stay."""
         while self.index.free_tokens() < RESERVE_TOKENS:
             if self._to_drop:
                 self._drop_some()
                 continue
-            oldest = self._oldest()
+            oldest = self._oldest(growing)
             if oldest is None:
                 return
             self.counts["evicted_trajectories"] += 1
             self._leave(oldest)
 
-    def _oldest(self) -> Entry | None:
+    def _oldest(self, growing: Entry | None = None) -> Entry | None:
         for step in sorted(self._by_step):
             for entry in self._by_step[step].values():
-                if not entry.request:
+                if not entry.request and entry is not growing:
                     return entry
         return None
 

@@ -22,6 +22,8 @@ LOOK_AHEAD = 1
 """Tokens predicted beyond what may be drafted, so that calibration sees what was not drafted too."""
 REACH_FLOOR = 0.02
 """A prediction ends where the chance to get that far falls below this: no step-time model makes it worth a token."""
+SLICE_SHARE = 0.75
+"""Share of ``war.spec.ingest_ms`` after which no new piece of text is begun: the last one begun must end within it."""
 BEST_EVERY = 64
 """Steps between two looks at the best chance that calibration could give at all."""
 
@@ -95,7 +97,7 @@ class Drafter:
         self._stops = np.array(sorted(stop_token_ids), np.int64)
         self._clock = clock
         self._unix_time = unix_time
-        self._slice_s = config.ingest_ms / 1000.0
+        self._slice_s = SLICE_SHARE * config.ingest_ms / 1000.0
         # With drafting off nothing is kept, so nothing is allocated either.
         memory = config.memory_mb << 20 if self._on else 1 << 20
         self._corpus = Corpus(memory, config.window_steps, clock, index_factory)
