@@ -111,3 +111,9 @@ def test_settings_cannot_change_under_running_turns():
             router.configure(to_dict(WarConfig()), {})
 
     asyncio.run(main())
+
+
+def test_the_feed_goes_to_replicas_that_can_draft_only():
+    router = Router({"s0": "handle0", "s1": "handle1"}, {})
+    router.configure(to_dict(WarConfig()), {"s0": INFO, "s1": {**INFO, "can_draft": False}})
+    assert router.get_server_handles() == {"s0": "handle0"}

@@ -30,10 +30,10 @@ class Sticky(PerTurnPolicy):
 
 
 class LeastTokens(Sticky):
-    """First placement: fewest tokens in flight; ties go to the replica that was chosen longest ago."""
+    """First placement: fewest tokens in flight; ties go to a replica that drafts, then to the longest not chosen."""
 
     def first(self, turn: TurnView, context: Context) -> ReplicaView:
-        return min(context.replicas, key=lambda r: (r.tokens, r.last_first))
+        return min(context.replicas, key=lambda r: (r.tokens, not r.can_draft, r.last_first))
 
     def load(self, replica: ReplicaView) -> float:
         return float(replica.tokens)
