@@ -65,27 +65,10 @@ def retire(scheduler, request, now, generated=20):
     return out
 
 
-# ---- least_tokens, round_robin, sticky_least_inflight
+# ---- round_robin, sticky_least_inflight
 
 
-def test_least_tokens_counts_tokens_not_requests():
-    s = make("least_tokens")
-    long = turn("a", 0, tokens=1600)
-    (first,) = go(s, 0.0, long)
-    other = "r0" if first == "r1" else "r1"
-    # Three short ones (160 + 100 expected each) are still less than the long one.
-    assert go(s, 0.0, *(turn("b", i) for i in range(3))) == [other] * 3
-
-
-def test_least_tokens_counts_the_context_of_idle_trajectories():
-    s = make("least_tokens")
-    request = turn("a", 0, tokens=1600)
-    (first,) = go(s, 0.0, request)
-    done(s, request, 1.0)
-    assert first not in go(s, 1.0, turn("b", 0), turn("b", 1))
-
-
-@pytest.mark.parametrize("policy", ["least_tokens", "round_robin", "cost", "war"])
+@pytest.mark.parametrize("policy", ["round_robin", "cost", "war"])
 def test_idle_ties_do_not_avalanche(policy):
     s = make(policy, replicas=4)
     seen = Counter()

@@ -358,7 +358,7 @@ def test_statistics_as_json_and_for_prometheus():
         async with cluster(FakeEngine()) as c:
             await c.generate(PROMPT)
             _, body = await c.call("GET", "/war/stats")
-            assert body["policy"] == "least_tokens" and body["values"]["router/requests"] == 1
+            assert body["policy"] == "cost" and body["values"]["router/requests"] == 1
             async with c.client.get("/metrics") as response:
                 text = await response.text()
             assert "war_rl_router_requests 1.0" in text
