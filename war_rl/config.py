@@ -115,6 +115,9 @@ class SchedulerConfig:
     """Policy ``war``: raise the window when the hit rate is low, as published; False lowers it then."""
     war_scan: int = 256
     """Policy ``war``: most waiting requests scored per decision, oldest first. Unit: requests."""
+    engine_priority: bool = False
+    """Let vLLM's own scheduler prefer trajectories that have had more turns, so that it preempts the one that is least
+    far along. Needs ``actor_rollout_ref.rollout.scheduling_policy=priority``."""
     lease_s: float = 60.0
     """What a client process holds is released when it has not been heard of for this long; 0 means never.
     Unit: seconds."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's rollout on modelled engines.
 
-An engine step takes ``base + per_token * tokens`` seconds, decodes one token of each running request and computes a chunk
-of the prompts that wait for it. The cache is taken to be as large as needed.
+An engine step takes ``base + per_token * tokens`` seconds, decodes one token of each running request and computes a
+chunk of the prompts that wait for it. The cache is taken to be as large as needed.
 """
 
 import heapq

@@ -422,5 +422,7 @@ def test_flags_reach_the_settings_and_nonsense_is_refused():
     assert config.host == "127.0.0.1" and config.corpus.window_steps == 2
     with pytest.raises(ConfigError, match="migrate_maxx"):
         parse_args(["--scheduler", "migrate_maxx=0"])
+    with pytest.raises(ConfigError, match="engine_priority"):
+        parse_args(["--scheduler", "engine_priority=true"])
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         parse_args(["--scheduler", "migrate_max"])
