@@ -197,6 +197,55 @@ def test_war_window_direction(published, hit, grows):
     assert after >= 1
 
 
+def test_war_score_by_hand():
+    policy = War(SchedulerConfig(war_wait_s=10.0))
+
+    class Replica:
+        id, running = "r", 3
+
+    class Context:
+        now = 20.0
+
+        @staticmethod
+        def group_turns(turn):
+            return 6.0
+
+        @staticmethod
+        def cached(turn, replica):
+            return 120
+
+    class Turn:
+        request, submitted = turn("g", 0, tokens=160), 11.0
+
+    # Waited 9 s, below the threshold. T_group 6 of at most 8; 120 of 160 tokens cached; 3 running in a window of 4.
+    expected = -100.0 * 6 / 8 + 10.0 * 120 / 160 - 1.0 * 3 / 4
+    assert policy.score(Turn, Replica, 4, 8.0, Context) == pytest.approx(expected) == pytest.approx(-68.25)
+    Turn.submitted = 9.9
+    assert policy.score(Turn, Replica, 4, 8.0, Context) == pytest.approx(1000.0 + expected)
+
+
+def test_war_starts_one_on_an_idle_replica_and_no_more_than_its_window():
+    s = make("war", replicas=1, war_threshold=0, war_window=2.0)
+    # Idle: the published window is 0. Then 2 run, the window is full, and the third waits for one to end.
+    assert go(s, 0.0, turn("a", 0), turn("b", 0), turn("c", 0)) == ["r0", "r0", None]
+    assert [p.key for p in done(s, turn("a", 0), 1.0)] == ["c/0/0"]
+
+
+def test_war_group_turns_follow_the_published_average():
+    s = make("war", progress_alpha=0.25, prior_turns=4.0)
+    for session, turns in ((0, 8), (1, 2)):
+        for k in range(turns):
+            request = turn("g", session, k)
+            go(s, 0.0, request)
+            done(s, request, 0.1)
+        s.finish(request.trajectory, 0.2)
+    workload = s.progress.group_turns(turn("other", 0).trajectory.group)
+    # The group starts from the workload's estimate, which the long trajectory had already raised above 4.
+    first = s.progress.group_turns(turn("g", 0).trajectory.group)
+    assert 0.75 * (0.25 * 8 + 0.75 * 4.0) + 0.25 * 2 <= first <= 0.75 * (0.25 * 8 + 0.75 * 4.5) + 0.25 * 2
+    assert workload == pytest.approx(5.0, abs=0.2)  # the mean of both
+
+
 def test_war_priority_order_waiting_then_turns_then_cache():
     s = make("war", replicas=1, war_threshold=0, war_window=1.0, war_wait_s=5.0, progress_alpha=1.0)
     for name, turns in (("long", 9), ("short", 2)):

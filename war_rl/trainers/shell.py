@@ -46,6 +46,7 @@ class SchedulerShell:
         self._turns: set[str] = set()
         self._homes: dict[str, str] = {}
         self._wakeup: asyncio.TimerHandle | None = None
+        self._wakeup_at = 0.0
         self._next_expiry = 0.0
 
     # ------------------------------------------------------------------ turns
@@ -210,13 +211,19 @@ class SchedulerShell:
                 decisions.debug(
                     "%s -> %s: %s [%s]", placement.key, placement.replica_id, placement.reason, costs or "not compared"
                 )
-        self._stop_wakeup()
-        at = self.scheduler.next_wakeup(now)
-        if at is not None:
-            loop = asyncio.get_running_loop()
-            self._wakeup = loop.call_later(max(MIN_WAKEUP_S, at - now), self._decide)
+        self._wake_at(self.scheduler.next_wakeup(now), now)
 
-    def _stop_wakeup(self) -> None:
+    def _wake_at(self, at: float | None, now: float) -> None:
         if self._wakeup is not None:
+            if at is not None and now < self._wakeup_at <= at:
+                # An earlier look does no harm, and a timer for every event would.
+                return
             self._wakeup.cancel()
             self._wakeup = None
+        if at is not None:
+            delay = max(MIN_WAKEUP_S, at - now)
+            self._wakeup, self._wakeup_at = asyncio.get_running_loop().call_later(delay, self._wake), now + delay
+
+    def _wake(self) -> None:
+        self._wakeup = None
+        self._decide()
