@@ -47,11 +47,18 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert end.value.code == 0 and capsys.readouterr().out == "war-rl 9.9\n"
 
 
-@pytest.mark.parametrize("argv", [["train", "--help"], ["prepare", "--help"], ["doctor", "--help"]])
-def test_help_of_a_command_is_its_own(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["train", "prepare", "doctor", "replay", "bench", "bench drafter"])
+def test_help_of_a_command_is_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        cli.main(argv)
-    assert end.value.code == 0 and f"war-rl {argv[0]}" in capsys.readouterr().out
+        cli.main([*command.split(), "--help"])
+    assert end.value.code == 0 and f"usage: war-rl {command} " in capsys.readouterr().out
+
+
+def test_bench_names_its_kinds_and_refuses_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", "drafters"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and all(kind in error for kind in cli.BENCHES)
 
 
 def test_help_imports_nothing_heavy() -> None:

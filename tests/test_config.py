@@ -64,6 +64,10 @@ def test_every_number_is_bounded_and_every_default_lies_inside():
         ({"spec": {"max_draft_tokens": 0}}, ["war.spec.max_draft_tokens=0", "[1, 64]"]),
         ({"spec": {"max_draft_tokens": "8"}}, ["war.spec.max_draft_tokens", "whole number"]),
         ({"spec": {"max_draft_tokens": True}}, ["war.spec.max_draft_tokens", "whole number"]),
+        ({"spec": {"replicas": -1}}, ["war.spec.replicas=-1", "all, none or a whole number"]),
+        ({"spec": {"replicas": "some"}}, ["war.spec.replicas='some'", "all, none"]),
+        ({"spec": {"replicas": True}}, ["war.spec.replicas=True", "all, none"]),
+        ({"spec": {"replicas": None}}, ["war.spec.replicas=None", "all, none"]),
         ({"spec": {"feed": "yes"}}, ["war.spec.feed", "true or false"]),
         ({"fault": {"trajectory_timeout_s": 5}}, ["trajectory_timeout_s=5", "step_timeout_s=60"]),
         ({"spec": 3}, ["war.spec=3", "section"]),
@@ -75,6 +79,24 @@ def test_what_cannot_work_is_refused_by_name(values, words):
         c.load_config(values)
     for word in words:
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "drafting"),
+    [
+        ({}, [0, 1, 2]),
+        ({"replicas": "none"}, []),
+        ({"replicas": 0}, []),
+        ({"replicas": 2}, [0, 1]),
+        ({"replicas": "2"}, [0, 1]),
+        ({"replicas": 9}, [0, 1, 2]),
+        ({"replicas": 2, "policy": "off"}, []),
+    ],
+)
+def test_which_replicas_can_draft(values, drafting):
+    spec = c.load_config({"spec": values}).spec
+    assert [rank for rank in range(3) if spec.drafts_on(rank)] == drafting
+    assert c.load_config(c.to_dict(c.load_config({"spec": values}))).spec == spec
 
 
 def test_an_unquoted_off_in_yaml_means_off():

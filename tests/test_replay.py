@@ -3,10 +3,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from war_rl import cli
 from war_rl.config import SpecConfig
 from war_rl.replay import parse_table, replay
 from war_rl.traces.workload import WorkItem, WorkTurn
@@ -74,3 +76,60 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="--step-table"):
         parse_table("1-23")
     assert parse_table("1:23,32:80").seconds(1) == pytest.approx(0.023)
+
+
+def recording(folder: Path, groups: int = 2, members: int = 3) -> Path:
+    """Trajectories in the format ``messages``; members of a group say nearly the same."""
+    lines = []
+    for group in range(groups):
+        for session in range(members):
+            said = [f"go to room {i} of house {group} and look under the {session} table " * 3 for i in range(3)]
+            talk = [{"role": "user", "content": f"house {group}"}]
+            for text in said:
+                talk += [{"role": "assistant", "content": text}, {"role": "user", "content": "nothing there"}]
+            lines.append(json.dumps({"messages": talk[:-1], "group": f"g{group}"}))
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("transformers")
+    from tests.support.tiny_model import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_writes_the_documented_json(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("arctic_inference")
+    trace, out = recording(tmp_path), tmp_path / "out.json"
+    argv = ["replay", str(trace), "--format", "messages", "--tokenizer", tokenizer, "--tasks", "2", "--json", str(out)]
+    assert cli.main(argv) == 0
+    sides = json.loads(out.read_text())["sides"]
+    assert set(sides) == {"war", "library", "oracle"}
+    for figures in sides.values():
+        for name in ("committed_tokens_per_step", "drafted_tokens_per_step", "modelled_speedup"):
+            assert figures[name] > 0
+    assert sides["oracle"]["committed_tokens_per_step"] > 1.2
+    table = capsys.readouterr().out
+    assert all(name in table for name in sides)
+
+
+def test_the_command_refuses_by_name(tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(recording(tmp_path))
+    good = [trace, "--format", "messages", "--tokenizer", tokenizer]
+    for argv, word in (
+        ([str(tmp_path / "absent.jsonl"), *good[1:]], "absent.jsonl"),
+        ([trace, "--format", "mesages", "--tokenizer", tokenizer], "mesages"),
+        ([trace, "--format", "messages", "--tokenizer", "/nowhere"], "war-rl prepare"),
+        ([*good, "--policy", "always"], "war.spec.policy"),
+        ([*good, "--max-draft-tokens", "1000"], "war.spec.max_draft_tokens"),
+        ([*good, "--concurrency", "0"], "concurrency"),
+    ):
+        assert cli.main(["replay", *argv]) == 2
+        assert word in capsys.readouterr().err

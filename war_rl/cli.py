@@ -185,33 +185,64 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor()
 
 
-def _bench(argv: Sequence[str]) -> int:
-    kinds = {"rollout": "replay recorded trajectories under two rollouts and compare their throughput"}
-    parser = argparse.ArgumentParser(
-        prog="war-rl bench",
-        description="Measure. `war-rl bench KIND --help` tells more.",
-        epilog="kinds:\n" + "\n".join(f"  {name}  {about}" for name, about in kinds.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("kind", choices=list(kinds), metavar="KIND", help="what to measure, see below")
-    parser.parse_args(list(argv[:1]))
+def _replay(argv: Sequence[str]) -> int:
+    from war_rl.replay import main as replay
+
+    return replay(argv)
+
+
+def _bench_rollout(argv: Sequence[str]) -> int:
     from war_rl.supervise import supervise
 
-    return supervise(lambda: _run_bench(argv[1:]))
+    return supervise(lambda: _run_bench_rollout(argv))
 
 
-def _run_bench(argv: Sequence[str]) -> int:
+def _run_bench_rollout(argv: Sequence[str]) -> int:
     # Only in the child: this imports numpy, which starts threads.
     from war_rl.bench.rollout import main as bench_rollout
 
     return bench_rollout(argv)
 
 
+def _bench_drafter(argv: Sequence[str]) -> int:
+    from war_rl.spec.bench import main as bench_drafter
+
+    return bench_drafter(argv)
+
+
+BENCHES: dict[str, Command] = {
+    command.name: command
+    for command in (
+        Command(
+            "rollout", "replay recorded trajectories under two rollouts and compare their throughput", _bench_rollout
+        ),
+        Command(
+            "drafter", "time the drafter itself against the library's suffix cache, without an engine", _bench_drafter
+        ),
+    )
+}
+"""What ``war-rl bench`` can measure, in the order of its help."""
+
+
+def _bench(argv: Sequence[str]) -> int:
+    width = max(map(len, BENCHES))
+    parser = argparse.ArgumentParser(
+        prog="war-rl bench",
+        description="Measure. `war-rl bench KIND --help` tells more.",
+        epilog="kinds:\n" + "\n".join(f"  {c.name:<{width}}  {c.help}" for c in BENCHES.values()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=list(BENCHES), metavar="KIND", help="what to measure, see below")
+    kind = parser.parse_args(list(argv[:1])).kind
+    return BENCHES[kind].run(argv[1:])
+
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         Command("train", "run a training whose rollouts War-RL does (Hydra overrides pass through)", _train),
-        Command("bench", "compare rollouts on recorded work: war-rl bench rollout", _bench),
+        Command("bench", "measure: whole rollouts on recorded work (rollout), the drafter alone (drafter)", _bench),
+        Command("replay", "what drafting would bring on recorded trajectories, without an engine", _replay),
         Command("prepare", "make the demo's model folder and data set", _prepare),
         Command("doctor", "check versions, platform and seams; say what is missing and how to mend it", _doctor),
     )

@@ -24,15 +24,19 @@ class ConfigError(ValueError):
 class SpecConfig:
     """Drafting (``war.spec``)."""
 
-    policy: str = "war"
-    """Who decides how many tokens to draft: ``war`` (drafting is on while a replica runs at most ``max_running``
-    requests, the published rule), ``budget`` (as many as pay by the fitted step time) or ``off``."""
+    policy: str = "budget"
+    """Who decides how many tokens to draft: ``budget`` (as many as pay by the fitted step time), ``war`` (the published
+    rule: drafting is on while a replica runs at most ``max_running`` requests) or ``off``."""
+    replicas: str = "all"
+    """Which replicas can draft: ``all``, ``none``, or a number, the first so many. Being able to draft has a price in
+    vLLM on GPUs even while nothing is drafted (`war-rl doctor`); a replica that cannot runs as verl's own would."""
     max_running: int = 16
-    """Policy ``war``: most requests running on a replica for which it still drafts. Unit: requests."""
-    max_draft_tokens: int = 8
+    """Policy ``war``: most requests running on a replica for which it still drafts. With every policy: where the
+    progress line begins to call a replica's load high. Unit: requests."""
+    max_draft_tokens: int = 12
     """Most tokens drafted for one request in one engine step. Unit: tokens."""
     min_token_prob: float = 0.1
-    """A draft ends where the tree's estimate of the next token falls below this. Unit: probability."""
+    """Policy ``war``: a draft ends where the next token's estimated chance falls below this. Unit: probability."""
     window_steps: int = 2
     """How many past steps' text stays draftable; 0 keeps the current step only. Unit: steps."""
     memory_mb: int = 1024
@@ -45,6 +49,12 @@ class SpecConfig:
     """How long the feed waits to batch messages. Unit: milliseconds."""
     feed_max_mb: int = 64
     """Most text waiting in one worker's feed; beyond it the oldest is dropped and counted. Unit: MiB."""
+
+    def drafts_on(self, replica: int) -> bool:
+        """Whether the replica of this rank, counted from 0, loads a drafter."""
+        if self.policy == "off" or self.replicas == "none":
+            return False
+        return self.replicas == "all" or replica < int(self.replicas)
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,7 @@ class WarConfig:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "spec.policy": ("war", "budget", "off"),
+    "spec.policy": ("budget", "war", "off"),
     "scheduler.policy": (
         "cost",
         "war",
@@ -177,9 +187,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "cache_aware",
         "round_robin",
     ),
+    "spec.replicas": ("all", "none"),
     "progress": ("auto", "on", "off"),
 }
 """Values a string field may take, by key below ``war.``."""
+
+COUNTS = ("spec.replicas",)
+"""Keys that also take a whole number from 0 on, in place of one of their words."""
 
 DOTTED = ("scheduler.policy",)
 """Keys that also take the dotted path of a class of the user's own."""
@@ -275,12 +289,21 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     if hint is float:
         return _in_bounds(key, float(_expect(key, value, (int, float), "a number")))
     choices = CHOICES.get(key)
+    if key in COUNTS:
+        return _count_or_word(key, value, CHOICES[key])
     if isinstance(value, bool) and choices and ("on" if value else "off") in choices:
         # YAML 1.1 reads an unquoted on/off as a boolean.
         value = "on" if value else "off"
     text = str(_expect(key, value, str, "a string"))
     if choices and text not in choices and not (key in DOTTED and "." in text):
         raise ConfigError(f"war.{key}={text!r}: not one of {', '.join(choices)}")
+    return text
+
+
+def _count_or_word(key: str, value: Any, words: tuple[str, ...]) -> str:
+    text = str(value).strip()
+    if text not in words and (isinstance(value, bool) or not (text.isascii() and text.isdigit())):
+        raise ConfigError(f"war.{key}={value!r}: expected {', '.join(words)} or a whole number, such as 1")
     return text
 
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from war_rl.config import BOUNDS, CHOICES, WarConfig, to_dict
+from war_rl.config import BOUNDS, CHOICES, COUNTS, WarConfig, to_dict
 
 _HEAD = """# Configuration
 
@@ -66,7 +66,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _allowed(key: str) -> str:
     name = key.removeprefix("war.")
     if name in CHOICES:
-        return ", ".join(f"`{choice}`" for choice in CHOICES[name])
+        number = ", a number" if name in COUNTS else ""
+        return ", ".join(f"`{choice}`" for choice in CHOICES[name]) + number
     if name in BOUNDS:
         low, high = BOUNDS[name]
         return f"{low:g} to {high:g}"

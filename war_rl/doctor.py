@@ -301,7 +301,12 @@ def _drafting_price(report: Report) -> None:
         report.add(section, INFO, "not known for this version of vLLM: its configuration code has changed")
         return
     report.add(section, INFO, f"a custom proposer disables {' and '.join(lost)}, even while nothing is drafted")
-    report.add(section, INFO, "a replica with war.spec.policy=off keeps them; read in vLLM's code, not measured")
+    report.add(
+        section,
+        INFO,
+        "with war.spec.replicas=N only the first N replicas pay, with war.spec.policy=off none; read in vLLM's code, "
+        "not measured",
+    )
 
 
 def _model(report: Report) -> None:

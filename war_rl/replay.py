@@ -16,9 +16,9 @@ takes the best one at exactly the right length.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import heapq
 import json
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from war_rl.config import SpecConfig
+from war_rl.config import ConfigError, SpecConfig, load_config
 from war_rl.spec.corpus import Corpus, Entry
 from war_rl.spec.drafter import Drafter, RequestView
 from war_rl.spec.index import PagedIndex
@@ -165,7 +165,8 @@ class WarSide:
     ) -> None:
         self._fanout = fanout
         self.drafters = [
-            Drafter(spec, stop_token_ids=stops, clock=lambda: 0.0, step_time=step_time) for _ in range(replicas)
+            Drafter(spec, stop_token_ids=stops, clock=lambda: 0.0, step_time=step_time, trust_prior=True)
+            for _ in range(replicas)
         ]
         self.seconds: list[float] = []
 
@@ -448,51 +449,77 @@ def parse_table(text: str) -> StepTable:
         ) from error
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """``war-rl replay``."""
-    parser = argparse.ArgumentParser(prog="war-rl replay", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("trace", help="file or folder of recorded trajectories")
-    parser.add_argument("--format", required=True, help="tau-bench, lmcache, swe-agent, messages, war")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="war-rl replay",
+        description="Replay recorded trajectories through the drafter without an engine: tokens committed and drafted "
+        "per verify step, and the speed-up that a table of step times makes of them. docs/drafting.md explains sides "
+        "and figures.",
+    )
+    parser.add_argument("trace", metavar="TRACE", help="file or folder of recorded trajectories")
+    parser.add_argument("--format", required=True, help="tau-bench, lmcache, swe-agent, messages, mooncake, war")
     parser.add_argument(
-        "--tokenizer", default="", help="folder of a Hugging Face tokenizer (default: the demo model's)"
+        "--tokenizer", default="", metavar="PATH", help="folder of a Hugging Face tokenizer (the demo model's)"
     )
-    parser.add_argument("--tasks", type=int, help="groups to take, in order")
-    parser.add_argument("--trials", type=int, help="members of each group to take")
-    parser.add_argument("--concurrency", type=int, default=1, help="running requests per replica (default 1)")
-    parser.add_argument("--sides", default=",".join(SIDES))
-    parser.add_argument("--policy", default="", help="budget, war or off (default: the configuration's)")
-    parser.add_argument("--max-draft-tokens", type=int, default=0)
-    parser.add_argument("--step-table", default="", help="tokens:milliseconds pairs, e.g. 1:23,4:28,32:80")
+    parser.add_argument("--tasks", type=int, metavar="N", help="groups to take, in order (all)")
+    parser.add_argument("--trials", type=int, metavar="N", help="members of each group to take (all)")
+    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="running requests per replica (1)")
+    parser.add_argument("--sides", default=",".join(SIDES), help="some of %(default)s")
+    parser.add_argument("--policy", default="", help="war.spec.policy of side war (the configuration's default)")
+    parser.add_argument(
+        "--max-draft-tokens", type=int, default=0, metavar="N", help="war.spec.max_draft_tokens (its default)"
+    )
+    parser.add_argument("--step-table", default="", help="tokens:milliseconds pairs (1:23,4:28,8:35,16:47,32:80)")
     parser.add_argument("--exact-step-time", action="store_true", help="give war the table instead of its own fit")
-    parser.add_argument("--feed", default="live", choices=("live", "turn"), help="when text reaches other replicas")
-    parser.add_argument("--feed-lag-ms", type=float, default=0.0, help="how much later still, in virtual time")
-    parser.add_argument("--stop", default="<|im_end|>", help="end-of-turn token")
-    parser.add_argument("--json", default="", help="write the figures to this file")
-    args = parser.parse_args(argv)
-    tokenizer = args.tokenizer or str(Path("~/.cache/war-rl/models/smollm2-135m-instruct").expanduser())
-    items = read_workload(args.trace, args.format, tokenizer, args.tasks, args.trials)
-    figures = replay(
-        items,
-        args.sides.split(","),
-        parse_table(args.step_table) if args.step_table else CPU_TABLE,
-        spec=_spec(args.policy, args.max_draft_tokens),
-        concurrency=args.concurrency,
-        stop_token_ids=_stop_ids(tokenizer, args.stop),
-        exact_step_time=args.exact_step_time,
-        feed=args.feed,
-        feed_lag_s=args.feed_lag_ms / 1000.0,
+    parser.add_argument(
+        "--feed", default="live", choices=("live", "turn"), help="when text reaches other replicas (%(default)s)"
     )
+    parser.add_argument("--feed-lag-ms", type=float, default=0.0, help="how much later still, in virtual time (0)")
+    parser.add_argument("--stop", default="<|im_end|>", help="end-of-turn token (%(default)s)")
+    parser.add_argument("--json", default="", metavar="FILE", help="write the figures to this file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``war-rl replay``. Returns 0, or 2 for arguments, a trace or a tokenizer that cannot work."""
+    args = _parser().parse_args(argv)
+    from war_rl.prepare import default_model_dir
+    from war_rl.traces.model import TraceFormatError
+
+    try:
+        figures = _figures(args, args.tokenizer or str(default_model_dir()))
+    except (ConfigError, TraceFormatError, ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"war-rl replay: {error}", file=sys.stderr)
+        return 2
     _show(figures)
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
+def _figures(args: argparse.Namespace, tokenizer: str) -> dict[str, Any]:
+    if not Path(tokenizer).is_dir():
+        # The library would take the path for the name of a repository on a hub.
+        raise ValueError(f"no tokenizer at {tokenizer}: `war-rl prepare` makes the demo model's, or give --tokenizer")
+    spec = _spec(args.policy, args.max_draft_tokens)
+    table = parse_table(args.step_table) if args.step_table else CPU_TABLE
+    items = read_workload(args.trace, args.format, tokenizer, args.tasks, args.trials)
+    return replay(
+        items,
+        args.sides.split(","),
+        table,
+        spec=spec,
+        concurrency=args.concurrency,
+        stop_token_ids=_stop_ids(tokenizer, args.stop),
+        exact_step_time=args.exact_step_time,
+        feed=args.feed,
+        feed_lag_s=args.feed_lag_ms / 1000.0,
+    )
+
+
 def _spec(policy: str, most: int) -> SpecConfig:
-    spec = SpecConfig()
-    if policy:
-        spec = dataclasses.replace(spec, policy=policy)
-    return dataclasses.replace(spec, max_draft_tokens=most) if most else spec
+    values = {**({"policy": policy} if policy else {}), **({"max_draft_tokens": most} if most else {})}
+    return load_config({"spec": values}).spec
 
 
 def _stop_ids(tokenizer: str, text: str) -> frozenset[int]:

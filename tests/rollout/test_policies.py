@@ -500,3 +500,62 @@ def test_policy_by_dotted_path():
 def test_unknown_policy_is_refused_with_the_choices(name):
     with pytest.raises(ConfigError, match=r"war.scheduler.policy="):
         make(name)
+
+
+# ---- replicas that can draft
+
+
+def mixed(policy, **config):
+    """r0 cannot draft, r1 can."""
+    scheduler = GlobalScheduler(SchedulerConfig(policy=policy, **config), seed=0)
+    for i in range(2):
+        scheduler.add_replica(ReplicaInfo(f"r{i}", 100_000, BLOCK, can_draft=i == 1, max_running=512), 0.0)
+    return scheduler
+
+
+def test_between_equals_the_replica_that_drafts_is_chosen():
+    s = mixed("cost")
+    assert go(s, 0.0, turn("a", 0)) == ["r1"]
+    assert go(s, 0.0, turn("b", 0)) == ["r0"]  # now r1 has more to do: nothing is flooded
+
+
+def tail(s, seconds_0, seconds_1):
+    """One long trajectory on r0; both replicas have been measured, r1 is idle. Where its next turn goes."""
+
+    def on(home, request, now):
+        other = "r1" if home == "r0" else "r0"
+        s.drain_replica(other, now)
+        assert go(s, now, request) == [home]
+        s.add_replica(s._replicas[other].info, now)
+
+    for number in range(40):
+        for home, seconds in (("r0", seconds_0), ("r1", seconds_1)):
+            request = turn(f"{home}-{number}", 0)
+            on(home, request, number)
+            retire_after(s, request, number + 0.5, seconds)
+    on("r0", turn("l", 0), 100.0)
+    done(s, turn("l", 0), 101.0, seconds=seconds_0)
+    (where,) = go(s, 102.0, turn("l", 0, n=1, tokens=320))
+    return where
+
+
+def retire_after(s, request, now, seconds):
+    s.release(request.key, TurnResult(100, 0, 0, seconds), now)
+    s.finish(request.trajectory, now)
+    for p in s.decide(now):
+        s.reserve(p, now)
+
+
+def test_the_tail_moves_to_the_replica_that_drafts_when_it_is_measured_faster():
+    assert tail(mixed("cost", migrate_margin_s=0.1), seconds_0=5.0, seconds_1=1.0) == "r1"
+
+
+def test_the_tail_stays_where_moving_would_not_pay():
+    assert tail(mixed("cost", migrate_margin_s=0.1), seconds_0=1.0, seconds_1=1.0) == "r0"
+    assert tail(mixed("cost", migrate_margin_s=0.1, migrate_max=0), seconds_0=5.0, seconds_1=1.0) == "r0"
+
+
+def test_nobody_moves_to_a_replica_that_does_not_draft():
+    s = mixed("cost", migrate_margin_s=0.1)
+    s.add_replica(ReplicaInfo("r1", 100_000, BLOCK, can_draft=False, max_running=512), 0.0)
+    assert tail(s, seconds_0=5.0, seconds_1=1.0) == "r0"

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from war_rl.config import SpecConfig
-from war_rl.spec.budget import Budget
-from war_rl.spec.calibration import Calibration
+from war_rl.spec import kernels
+from war_rl.spec.budget import FITTED_STEPS, Budget
+from war_rl.spec.calibration import SAFE_PRIOR, Calibration
 from war_rl.spec.drafter import Drafter, RequestView
+from war_rl.spec.index import PagedIndex
 from war_rl.steptime import CPU_TABLE, StepTable
 from war_rl.types import FeedItem, TrajectoryId
 
@@ -73,6 +75,23 @@ def test_a_siblings_text_from_the_feed_is_draftable_and_never_entered_twice() ->
     assert draft[:2] == PHRASE[4:6]
     assert drafter.counters()["feed_tokens"] == 9
     assert drafter.counters()["draft_tokens_fed"] >= len(draft)
+
+
+def test_a_siblings_running_turn_is_draftable_token_by_token() -> None:
+    drafter = make()
+    other = [1, 500, 501, 502]
+    for known in range(5, len(PHRASE) + 1):
+        # The sibling is one token ahead within the same engine step, its turn far from over.
+        ahead = view(trajectory(1), [1, *PHRASE[:known]])
+        behind = view(trajectory(0), [*other, *PHRASE[: known - 1]])
+        _, draft = drafter.propose([ahead, behind])
+        assert draft[:1] == [PHRASE[known - 1]]
+        assert drafter.explain(behind.key)[0] == ("group", known - 1)
+    # Another prompt sees it only once the turn is over: then it is published, a slice per step.
+    stranger = view(trajectory(0, uid="else", index="8"), [1, *PHRASE[:6]])
+    assert drafter.propose([ahead, behind, stranger])[2] == []
+    drafter.propose([stranger])
+    assert drafter.propose([stranger])[0][:2] == PHRASE[6:8]
 
 
 def test_text_that_ran_here_does_not_count_as_fed() -> None:
@@ -140,7 +159,7 @@ def test_long_text_is_taken_in_slices() -> None:
     text = list(range(1, 20_000))
     request = view(trajectory(), text)
     assert drafter.propose([request]) == [[]]
-    looks = [drafter.propose([request]) for _ in range(60)]
+    looks = [drafter.propose([request]) for _ in range(200)]
     assert drafter.counters()["live_trees"] == 1
     assert drafter._running[request.key].entry.length == len(text)
     assert looks
@@ -218,17 +237,48 @@ def test_a_saturated_replica_does_not_draft_what_a_lone_request_would() -> None:
     assert Budget().choose(reach[:1], 1, 0, CPU_TABLE)[0] > 0
 
 
+FAST = StepTable({1: 0.01, 64: 0.016, 128: 0.024})
+"""An accelerator: a step of 32 requests takes 13 ms, what predicting for them costs is no longer nothing."""
+
+
+def looks(budget: Budget, running: int, table: StepTable, steps: int = 1000) -> int:
+    """In how many of so many steps the budget asks for predictions that never pay."""
+    count = 0
+    for _ in range(steps):
+        if not budget.asleep(running):
+            count += 1
+            budget.choose([[0.01]] * running, running, 0, table)
+    return count
+
+
 def test_nothing_gained_means_nothing_predicted_until_a_rare_look() -> None:
     budget = Budget()
-    looks = 0
-    for _ in range(1000):
-        if not budget.asleep(1):
-            looks += 1
-            budget.choose([[0.01]], 1, 0, CPU_TABLE)
-    assert looks < 60
-    while budget.asleep(1):
+    assert looks(budget, 32, FAST) < 80
+    while budget.asleep(32):
         pass
-    assert budget.choose([[0.9, 0.8]], 1, 0, CPU_TABLE) == [2]
+    assert budget.choose([[0.9, 0.8]] * 32, 32, 0, FAST)[0] == 2
+
+
+def test_how_rare_follows_from_what_a_look_costs() -> None:
+    dear, cheap = Budget(), Budget()
+    for _ in range(200):
+        dear.looked(4, 4 * 1e-3)
+        cheap.looked(4, 4 * 1e-6)
+    assert looks(cheap, 4, FAST) == 1000
+    assert looks(dear, 4, FAST) < 40
+    # A look at the one request of a slow engine costs nothing worth saving.
+    assert looks(Budget(), 1, CPU_TABLE) == 1000
+
+
+def test_drafting_that_hardly_pays_goes_on_but_does_not_start() -> None:
+    # 1.5 percent gain: below what starts drafting, above what ends it.
+    flat = StepTable({1: 1.0, 2: 1.478})
+    begun, idle = Budget(), Budget()
+    assert idle.choose([[0.5]], 1, 0, flat) == [0]
+    assert begun.choose([[0.9]], 1, 0, flat) == [1]
+    assert begun.choose([[0.5]], 1, 0, flat) == [0]  # the long-run rate wants more than this
+    begun._regimes[1].rate = 0.0
+    assert begun.choose([[0.5]], 1, 0, flat) == [1]
 
 
 def test_the_choice_is_the_best_of_all_choices_at_its_own_rate() -> None:
@@ -244,6 +294,78 @@ def test_the_choice_is_the_best_of_all_choices_at_its_own_rate() -> None:
     assert rate(*lengths) == pytest.approx(best, rel=0.01)
 
 
+class Looks(PagedIndex):
+    """Counts what is asked of it."""
+
+    predictions = 0
+
+    def predict(self, slots, *args):  # type: ignore[no-untyped-def]
+        self.predictions += len(slots)
+        return super().predict(slots, *args)
+
+
+def looked_at(table: StepTable | None = None, **how: bool) -> tuple[Drafter, Looks]:
+    index = Looks(8 << 20)
+    drafter = Drafter(spec("budget"), index_factory=lambda _: index, clock=Clock(), step_time=table, **how)
+    return drafter, index
+
+
+def run(drafter: Drafter, texts: list[list[int]], steps: int, seconds: float | None = None) -> int:
+    """Let the requests write their texts one token a step, from the fifth on; returns the tokens drafted."""
+    drafted = 0
+    for at in range(5, 5 + steps):
+        views = [view(trajectory(i), text[:at]) for i, text in enumerate(texts)]
+        drafted += sum(map(len, drafter.propose(views, seconds)))
+    return drafted
+
+
+def repeated(session: int, count: int = 400) -> list[int]:
+    return [1, *[100 * session + token for token in PHRASE] * (count // len(PHRASE))]
+
+
+def test_where_no_draft_could_pay_nothing_is_even_matched() -> None:
+    saturated = StepTable({1: 0.02, 2: 0.04, 64: 1.28})
+    drafter, index = looked_at(saturated)
+    assert run(drafter, [repeated(i) for i in range(32)], 100) == 0
+    assert index.predictions == 0
+    assert drafter.counters()["steps_held_off"] == 100
+
+
+def test_a_lone_straggler_is_drafted_to_the_limit() -> None:
+    drafter, _ = looked_at(CPU_TABLE)
+    run(drafter, [repeated(0)], 100)
+    (draft,) = drafter.propose([view(trajectory(0), repeated(0)[:110])])
+    assert len(draft) == SpecConfig().max_draft_tokens
+
+
+def test_random_text_is_not_drafted_after_a_while() -> None:
+    rng = np.random.default_rng(0)
+    drafter, _ = looked_at(CPU_TABLE)
+    texts = [rng.integers(3, 60, 1000).tolist() for _ in range(4)]
+    run(drafter, texts, 300)
+    assert run(drafter, [t[300:] for t in texts], 300) < 0.02 * 4 * 300
+
+
+def test_an_unmeasured_machine_drafts_nothing_until_its_steps_were_measured() -> None:
+    for trusted in (False, True):
+        drafter, index = looked_at(None, trust_prior=trusted)
+        early = run(drafter, [repeated(0)], FITTED_STEPS, 0.02)
+        assert (early > 0) is trusted
+        assert index.predictions > 0  # what is seen meanwhile teaches the calibration
+        assert run(drafter, [repeated(0)], 100, 0.02) > 0
+        assert drafter.counters().get("steps_unmeasured", 0) == (0 if trusted else FITTED_STEPS)
+
+
+def test_the_best_chance_is_that_of_the_best_cell() -> None:
+    calibration = Calibration()
+    assert calibration.best() == pytest.approx(max(SAFE_PRIOR))
+    three = kernels.CELLS_1 + kernels.CELLS_2 + 7 * kernels.SHARES * kernels.SOURCES * kernels.COUNTS * kernels.DEPTHS
+    calibration.cells[three] = (1000.0, 1000.0)
+    two = kernels.CELLS_1 + 7 * kernels.SHARES * kernels.SOURCES
+    assert calibration.best() == pytest.approx(kernels.estimate(calibration.cells, 7, two, three))
+    assert calibration.best() > 0.99
+
+
 def test_calibration_learns_and_forgets_to_its_prior() -> None:
     drafter = make("budget")
     rng = np.random.default_rng(0)
@@ -257,3 +379,14 @@ def test_calibration_learns_and_forgets_to_its_prior() -> None:
     for _ in range(40):
         drafter.calibration.begin_step()
     assert drafter.calibration.chance(1) == pytest.approx(Calibration().chance(1), rel=0.01)
+
+
+def test_a_fed_trajectory_larger_than_the_memory_does_not_evict_itself() -> None:
+    drafter = Drafter(dataclasses.replace(spec(), memory_mb=1), clock=Clock())
+    text = np.arange(30_000, dtype=np.int32)
+    drafter.feed([FeedItem(trajectory(1), 0, text), FeedItem(trajectory(1), len(text), text)])
+    while drafter.idle():
+        pass
+    counters = drafter.counters()
+    assert counters["dropped_tokens"] > 0 and counters["bytes"] <= 1 << 20
+    assert drafter.propose([view(trajectory(0), [5, 6, 7, 8])])[0] == []

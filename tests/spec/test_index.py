@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from war_rl.spec.calibration import Calibration
 from war_rl.spec.index import PAGE_BYTES, PagedIndex, ReferenceIndex
-from war_rl.spec.kernels import PAGE
+from war_rl.spec.kernels import LINKS, PAGE
 
 NO_STOPS = np.zeros(0, np.int64)
 
@@ -147,3 +147,16 @@ def test_growing_heads_lose_nothing() -> None:
         index.append(asking, text[at - 10 : at])
         assert predict(index, asking, 3) == text[at : at + 3].tolist()
         index.drop(asking, 10)
+
+
+def test_the_work_of_a_prediction_is_bounded() -> None:
+    rng = np.random.default_rng(0)
+    index = PagedIndex(8 << 20)
+    for scope in range(8):
+        slot = index.open(scope, 0)
+        index.append(slot, rng.integers(0, 3, 2000).astype(np.int32))
+        while index.publish(slot, 512):
+            pass
+    found = index.predict([slot], [60], Calibration().cells, NO_STOPS, 0.0, 60)
+    # Everything has been seen before, in many places: without the bound each further token would look again.
+    assert int(found.links[0]) == LINKS

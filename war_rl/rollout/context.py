@@ -43,6 +43,10 @@ class ReplicaView(Protocol):
         """Recent share of prompt tokens served from the cache, as reported."""
 
     @property
+    def can_draft(self) -> bool:
+        """Whether it drafts while it runs little: then the tail is faster there."""
+
+    @property
     def rates(self) -> Rates:
         """Measured speed."""
 

@@ -299,6 +299,10 @@ class ReplicaState:
         self.area = [0.0, 0.0]
         self.busy = [0.0, 0.0]
 
+    @property
+    def can_draft(self) -> bool:
+        return self.info.can_draft
+
     def resize(self, info: ReplicaInfo, fill: float) -> None:
         self.info = info
         self.kv_capacity = fill * info.kv_tokens if info.kv_tokens > 0 else math.inf

@@ -23,6 +23,13 @@ QUIET_STEPS = 16
 """Steps in a row without gain after which predictions are made only now and then."""
 LONGEST_SLEEP = 128
 """Most steps between two looks while nothing is gained."""
+LOOK_SHARE = 0.005
+"""Share of an engine's time that looking may take while nothing is gained: decides how long to sleep. A lone request on
+a slow engine is looked at in every step, a large batch on a fast one rarely."""
+LOOK_SECONDS = 50e-6
+"""What predicting costs for one request, until it has been measured."""
+FITTED_STEPS = 16
+"""Measured decode steps before a step-time model is acted on where its prior is not known to fit the machine."""
 
 
 class StepTime(Protocol):
@@ -37,7 +44,7 @@ class _Regime:
     drafting: bool = False
     quiet: int = 0
     sleep: int = 0
-    nap: int = 8
+    nap: int = 1
 
 
 @dataclass(slots=True)
@@ -45,6 +52,7 @@ class Budget:
     """Chooses draft lengths; remembers rate, hysteresis and sleep for each class of load."""
 
     _regimes: dict[int, _Regime] = field(default_factory=dict)
+    _look_seconds: float = LOOK_SECONDS
 
     def _regime(self, running: int) -> _Regime:
         return self._regimes.setdefault(running.bit_length(), _Regime())
@@ -56,6 +64,17 @@ class Budget:
             regime.sleep -= 1
             return True
         return False
+
+    def looked(self, requests: int, seconds: float) -> None:
+        """Predicting for so many requests took so long."""
+        self._look_seconds += 0.05 * (max(seconds, 0.0) / requests - self._look_seconds)
+
+    @staticmethod
+    def hopeless(running: int, kv_tokens: float, model: StepTime, best: float) -> bool:
+        """Whether even a token whose chance is ``best`` would cost more than it brings: then the lengths could only be
+        zero, and nobody need predict."""
+        plain = model.seconds(running, kv_tokens)
+        return running * (model.seconds(running + 1, kv_tokens) - plain) >= best * plain
 
     def choose(self, reach: Sequence[Sequence[float]], running: int, kv_tokens: float, model: StepTime) -> list[int]:
         """Draft length of each request.
@@ -76,7 +95,7 @@ class Budget:
         gain = reached / base_rate - 1.0
         if count == 0 or gain < (STOP_GAIN if regime.drafting else START_GAIN):
             lengths, reached = [0] * len(reach), base_rate
-        self._remember(regime, reached, any(lengths))
+        self._remember(regime, reached, any(lengths), running * self._look_seconds / (LOOK_SHARE * plain))
         return lengths
 
     @staticmethod
@@ -94,14 +113,15 @@ class Budget:
         return lengths, expected, count
 
     @staticmethod
-    def _remember(regime: _Regime, reached: float, drafted: bool) -> None:
+    def _remember(regime: _Regime, reached: float, drafted: bool, fair_sleep: float) -> None:
+        """``fair_sleep``: steps between two looks at which looking takes its share of the time."""
         regime.rate = reached if regime.rate == 0.0 else regime.rate + RATE_MEMORY * (reached - regime.rate)
         if drafted:
-            regime.drafting, regime.quiet, regime.nap = True, 0, 8
+            regime.drafting, regime.quiet, regime.nap = True, 0, 1
             return
         regime.quiet += 1
         if regime.quiet >= QUIET_STEPS:
             # A single step without drafts is normal; a row of them is a regime.
             regime.drafting = False
-            regime.sleep = regime.nap
-            regime.nap = min(2 * regime.nap, LONGEST_SLEEP)
+            regime.sleep = min(regime.nap, int(fair_sleep), LONGEST_SLEEP)
+            regime.nap *= 2

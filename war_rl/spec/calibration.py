@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from war_rl.spec import kernels
-from war_rl.spec.kernels import CELLS, CELLS_1, Floats
+from war_rl.spec.kernels import CELLS, CELLS_1, CELLS_2, PRIOR_WEIGHT, Floats
 
 SAFE_PRIOR = (0.05, 0.15, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9)
 """Chance by match bucket before anything was seen: below what real agent text shows, so that a fresh engine does not
@@ -39,6 +39,18 @@ class Calibration:
         self.cells -= self._prior
         self.cells *= self._decay
         self.cells += self._prior
+
+    def best(self) -> float:
+        """The highest chance that any prediction could be given now: :func:`kernels.estimate` over all cells at once.
+
+        Takes some tens of microseconds.
+        """
+        one, two, three = np.split(self.cells, (CELLS_1, CELLS_1 + CELLS_2))
+        chances = one[:, 0] / one[:, 1]
+        for cells in (two, three):
+            prior = PRIOR_WEIGHT * np.repeat(chances, len(cells) // len(chances))
+            chances = (cells[:, 0] + prior) / (cells[:, 1] + PRIOR_WEIGHT)
+        return float(chances.max())
 
     def chance(self, match: int) -> float:
         """Chance that the next token is right after a match of this length, over all sources; for reports."""

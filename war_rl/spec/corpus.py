@@ -15,11 +15,13 @@ from war_rl.types import FeedItem, GroupId, TokenArray, TrajectoryId
 IndexFactory = Callable[[int], SuffixIndex]
 """Makes an index that stays below a number of bytes."""
 
-CHUNK_TOKENS = 512
-"""Most tokens taken in between two looks at the clock, about 0.2 ms: how far a slice can overrun its time."""
+CHUNK_TOKENS = 128
+"""Most tokens taken in between two looks at the clock, about 0.1 ms: how far a slice can overrun its time."""
 CHUNK_PAGES = 64
 """Most pages given back between two looks at the clock."""
-RESERVE_TOKENS = 4 * CHUNK_TOKENS
+FEW_TOKENS = 64
+"""So much of a running request's text is taken in even when the time is up: what one engine step commits."""
+RESERVE_TOKENS = 2048
 """Room that eviction keeps free."""
 
 Name = TrajectoryId | str
@@ -86,9 +88,16 @@ class Corpus:
     # -- running requests ---------------------------------------------------------------------------------------
 
     def enter(self, key: str, trajectory: TrajectoryId | None, tokens: TokenArray) -> Entry:
-        """A request starts (or a trajectory's next turn): what is here already must be a prefix of its tokens [n]."""
+        """A request starts (or a trajectory's next turn): what is here already must be a prefix of its tokens [n].
+
+        Raises:
+            MemoryError: the bound is so low that the running requests fill it.
+        """
         name: Name = trajectory if trajectory is not None else key
         entry = self._entries.get(name)
+        if entry is not None and entry.request:
+            # Two turns of one trajectory at once: the second one's text is kept apart, and for as long as it runs.
+            name, entry = key, self._entries.get(key)
         if entry is not None and entry.base:
             self._leave(entry)
             entry = None
@@ -120,10 +129,11 @@ class Corpus:
             self._verify(entry, tokens)
             missing = len(tokens) - entry.length
         while missing > 0:
-            took = self._append(entry, tokens[entry.length : entry.length + CHUNK_TOKENS])
+            if missing > FEW_TOKENS and self._clock() >= until:
+                return False
+            if not self._append(entry, tokens[entry.length : entry.length + CHUNK_TOKENS]):
+                return False
             missing = len(tokens) - entry.length
-            if not took or (missing > 0 and self._clock() >= until):
-                return missing == 0
         return True
 
     def leave(self, entry: Entry) -> None:
@@ -138,12 +148,27 @@ class Corpus:
 
     def _open(self, name: Name, trajectory: TrajectoryId | None, base: int = 0) -> Entry:
         step = trajectory.step if trajectory is not None else self._step
-        slot = self.index.open(scope_of(name), self._group(trajectory.group) if trajectory is not None else 0)
+        scope = scope_of(trajectory if trajectory is not None else name)
+        slot = self._slot(scope, self._group(trajectory.group) if trajectory is not None else 0)
         entry = Entry(name, slot, step, base)
         self._ran_here.discard(slot)
         self._entries[name] = entry
         self._by_step.setdefault(step, {})[name] = entry
         return entry
+
+    def _slot(self, scope: int, group: int) -> int:
+        """A slot, evicting for it where need be. Raises MemoryError when running requests hold them all."""
+        while True:
+            try:
+                return self.index.open(scope, group)
+            except MemoryError:
+                oldest = None if self._to_drop else self._oldest()
+                if oldest is not None:
+                    self.counts["evicted_trajectories"] += 1
+                    self._leave(oldest)
+                elif not self._to_drop:
+                    raise
+                self._drop_some()
 
     def _group(self, group: GroupId) -> int:
         number = self._groups.get(group)
@@ -165,29 +190,29 @@ class Corpus:
 
     def _append(self, entry: Entry, tokens: TokenArray) -> int:
         if self.index.free_tokens() < RESERVE_TOKENS:
-            self._make_room()
+            self._make_room(entry)
         took = self.index.append(entry.slot, tokens)
         entry.length += took
         if took < len(tokens):
             self.counts["dropped_tokens"] += len(tokens) - took
         return took
 
-    def _make_room(self) -> None:
-        """Give pages back until the reserve is free, oldest step first; running text stays."""
+    def _make_room(self, growing: Entry) -> None:
+        """Give pages back until the reserve is free, oldest step first; running text and what is growing stay."""
         while self.index.free_tokens() < RESERVE_TOKENS:
             if self._to_drop:
                 self._drop_some()
                 continue
-            oldest = self._oldest()
+            oldest = self._oldest(growing)
             if oldest is None:
                 return
             self.counts["evicted_trajectories"] += 1
             self._leave(oldest)
 
-    def _oldest(self) -> Entry | None:
+    def _oldest(self, growing: Entry | None = None) -> Entry | None:
         for step in sorted(self._by_step):
             for entry in self._by_step[step].values():
-                if not entry.request:
+                if not entry.request and entry is not growing:
                     return entry
         return None
 
@@ -267,7 +292,11 @@ class Corpus:
             self._orphan(entry)
             entry = None
         if entry is None:
-            entry = self._open(trajectory, trajectory, start)
+            try:
+                entry = self._open(trajectory, trajectory, start)
+            except MemoryError:
+                self.counts["dropped_tokens"] += len(tokens)
+                return
         fresh = tokens[entry.length - start :]
         if len(fresh):
             self.counts["feed_tokens"] += self._append(entry, fresh)

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
 from war_rl.config import SpecConfig
 from war_rl.spec import kernels
-from war_rl.spec.budget import Budget, StepTime
+from war_rl.spec.budget import FITTED_STEPS, Budget, StepTime
 from war_rl.spec.calibration import Calibration
 from war_rl.spec.corpus import Corpus, Entry, IndexFactory
 from war_rl.spec.index import SOURCES, Predictions
@@ -22,6 +22,10 @@ LOOK_AHEAD = 1
 """Tokens predicted beyond what may be drafted, so that calibration sees what was not drafted too."""
 REACH_FLOOR = 0.02
 """A prediction ends where the chance to get that far falls below this: no step-time model makes it worth a token."""
+SLICE_SHARE = 0.75
+"""Share of ``war.spec.ingest_ms`` after which no new piece of text is begun: the last one begun must end within it."""
+BEST_EVERY = 64
+"""Steps between two looks at the best chance that calibration could give at all."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,7 @@ class RequestView:
         sampled: tokens committed for it in this step; 0 while it is still prefilling.
         draftable: its sampling parameters are ones the verifier honours.
         max_draft: clamp from context length and max_tokens.
+        stops: end-of-turn tokens of its own, beside the drafter's.
     """
 
     key: str
@@ -45,12 +50,13 @@ class RequestView:
     sampled: int
     draftable: bool
     max_draft: int
+    stops: frozenset[int] = frozenset()
 
 
 class _Running:
     """What the drafter remembers of a running request between two steps."""
 
-    __slots__ = ("drafted", "entry", "guess", "prefix", "row", "seen", "told")
+    __slots__ = ("drafted", "entry", "guess", "prefix", "row", "told")
 
     def __init__(self, entry: Entry, prefix: str) -> None:
         self.entry = entry
@@ -58,7 +64,6 @@ class _Running:
         self.drafted = 0
         self.guess: Predictions | None = None
         self.row = 0
-        self.seen = 0
         self.told = False
 
 
@@ -72,6 +77,8 @@ class Drafter:
         clock: monotonic seconds.
         unix_time: seconds since the epoch, only for the feed-lag metric; None leaves it out.
         step_time: fixed step times instead of the fitted model; for replays.
+        trust_prior: whether the step-time model's prior, measured on CPUs, is this machine's too. Elsewhere policy
+            ``budget`` drafts only after some steps have been measured.
     """
 
     def __init__(
@@ -83,13 +90,14 @@ class Drafter:
         clock: Callable[[], float],
         unix_time: Callable[[], float] | None = None,
         step_time: StepTime | None = None,
+        trust_prior: bool = False,
     ) -> None:
         self._config = config
         self._on = config.policy != "off"
         self._stops = np.array(sorted(stop_token_ids), np.int64)
         self._clock = clock
         self._unix_time = unix_time
-        self._slice_s = config.ingest_ms / 1000.0
+        self._slice_s = SLICE_SHARE * config.ingest_ms / 1000.0
         # With drafting off nothing is kept, so nothing is allocated either.
         memory = config.memory_mb << 20 if self._on else 1 << 20
         self._corpus = Corpus(memory, config.window_steps, clock, index_factory)
@@ -97,6 +105,8 @@ class Drafter:
         self.budget = Budget()
         self.model = StepTimeModel()
         self._step_time = step_time
+        self._trust_prior = trust_prior or step_time is not None
+        self._best = 1.0
         self._running: dict[str, _Running] = {}
         self._serial = 0
         self._last_tokens = 0
@@ -131,10 +141,10 @@ class Drafter:
         if not self._on:
             return [[] for _ in requests]
         self._serial += 1
+        # First, so that a trajectory's next turn finds its text free even when it starts in the very next step.
+        self._retire({request.key for request in requests})
         until = self._clock() + self._slice_s
         ready = [self._take_in(request, until) for request in requests]
-        if len(self._running) > len(requests):
-            self._retire()
         self._observe(requests, step_seconds)
         self._corpus.ingest(until, self._unix_time)
         drafts = self._drafts(requests, ready)
@@ -145,8 +155,11 @@ class Drafter:
         """Bring the text up to date; the request's record when it can be drafted for in this step."""
         running = self._running.get(request.key)
         if running is None:
-            running = self._start(request)
-        running.seen = self._serial
+            try:
+                running = self._start(request)
+            except MemoryError:
+                self._counts["unplaced_steps"] += 1
+                return None
         guess = running.guess
         if guess is not None:
             if request.sampled:
@@ -184,8 +197,9 @@ class Drafter:
         for i in range(accepted):
             counts[prefix + "accepted_tokens_" + SOURCES[int(guess.info[row, i, 3])]] += 1
 
-    def _retire(self) -> None:
-        for key in [k for k, r in self._running.items() if r.seen != self._serial]:
+    def _retire(self, present: Set[str] = frozenset()) -> None:
+        """Requests that are not present have left the engine: finished, aborted or preempted."""
+        for key in self._running.keys() - present:
             self._corpus.leave(self._running.pop(key).entry)
 
     def _observe(self, requests: Sequence[RequestView], step_seconds: float | None) -> None:
@@ -201,8 +215,10 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in requests]
         chosen = [i for i, running in enumerate(ready) if running is not None]
         running_now = len(requests)
-        if not chosen or self._held_off(running_now):
+        kv_tokens = float(sum(len(r.tokens) for r in requests))
+        if not chosen or self._held_off(running_now, kv_tokens):
             return drafts
+        begun = self._clock()
         cap = self._config.max_draft_tokens
         limits = [min(requests[i].max_draft, cap) for i in chosen]
         slots = [running.entry.slot for running in ready if running is not None]
@@ -210,8 +226,12 @@ class Drafter:
             slots, [n + LOOK_AHEAD for n in limits], self.calibration.cells, self._stops, REACH_FLOOR, cap + LOOK_AHEAD
         )
         counts = found.counts.tolist()
+        for row, i in enumerate(chosen):
+            if requests[i].stops:
+                limits[row] = _upto(found.tokens[row, : limits[row]].tolist(), requests[i].stops)
         probs = [found.probs[row, : min(counts[row], limits[row])].tolist() for row in range(len(chosen))]
-        lengths = self._lengths(probs, found, running_now, requests)
+        self.budget.looked(len(chosen), self._clock() - begun)
+        lengths = self._lengths(probs, found, running_now, kv_tokens)
         for row, i in enumerate(chosen):
             running = ready[i]
             assert running is not None
@@ -221,17 +241,32 @@ class Drafter:
                 self._count_draft(running, found, row, lengths[row])
         return drafts
 
-    def _held_off(self, running: int) -> bool:
-        published = self._config.policy == "war"
-        held = running > self._config.max_running if published else self.budget.asleep(running)
+    def _held_off(self, running: int, kv_tokens: float) -> bool:
+        """Whether this step's drafts could only be empty, or are not worth looking for."""
+        if self._config.policy == "war":
+            held = running > self._config.max_running
+        else:
+            if self._serial % BEST_EVERY == 1:
+                self._best = self.calibration.best()
+            held = self.budget.asleep(running) or (
+                self._model_known() and self.budget.hopeless(running, kv_tokens, self._times(), self._best)
+            )
         self._counts["steps_held_off"] += held
         return held
 
-    def _lengths(
-        self, probs: list[list[float]], found: Predictions, running: int, requests: Sequence[RequestView]
-    ) -> list[int]:
+    def _times(self) -> StepTime:
+        return self._step_time or self.model
+
+    def _model_known(self) -> bool:
+        return self._trust_prior or self.model.observations >= FITTED_STEPS
+
+    def _lengths(self, probs: list[list[float]], found: Predictions, running: int, kv_tokens: float) -> list[int]:
         if self._config.policy == "war":
             return [self._published_length(p, int(found.info[row, 0, 4])) for row, p in enumerate(probs)]
+        if not self._model_known():
+            # Meanwhile predictions are settled and teach the calibration.
+            self._counts["steps_unmeasured"] += 1
+            return [0] * len(probs)
         reach: list[list[float]] = []
         for chances in probs:
             total, line = 1.0, []
@@ -239,8 +274,7 @@ class Drafter:
                 total *= chance
                 line.append(total)
             reach.append(line)
-        kv_tokens = float(sum(len(r.tokens) for r in requests))
-        return self.budget.choose(reach, running, kv_tokens, self._step_time or self.model)
+        return self.budget.choose(reach, running, kv_tokens, self._times())
 
     def _published_length(self, probs: list[float], match: int) -> int:
         """Policy ``war``: no longer than the match, ending where a token's own chance is small."""
@@ -278,7 +312,6 @@ class Drafter:
         """Take in one bounded slice while the engine has nothing to do; True if more is waiting."""
         if not self._on:
             return False
-        self._serial += 1
         self._retire()
         self._last_tokens = 0
         return self._corpus.ingest(self._clock() + self._slice_s, self._unix_time)
@@ -293,7 +326,6 @@ class Drafter:
         """New weights: text older than the window leaves, the rest stays, calibration trusts its past less."""
         if not self._on:
             return
-        self._serial += 1
         self._retire()
         self._corpus.begin_step(step)
         self.calibration.begin_step()
@@ -311,6 +343,11 @@ class Drafter:
             "step_per_token_s": fitted.per_token,
             "step_outliers": self.model.outliers,
         }
+
+
+def _upto(tokens: list[int], stops: frozenset[int]) -> int:
+    """How many tokens there are up to the first stop token, itself included."""
+    return next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
 
 
 def _group_of(entry: Entry) -> GroupId | None:

@@ -171,3 +171,12 @@ def test_flush_returns_when_everything_has_arrived():
         assert sum(len(i.tokens) for i in slow.got) == sum(len(i.tokens) for i in fast.got) == 8
 
     asyncio.run(main())
+
+
+def test_nothing_is_kept_where_no_replica_can_draft():
+    async def main():
+        publisher = FeedPublisher(FakeRouter({}), config(replicas="none"))
+        publisher.publish(item(10))
+        assert publisher.counters["feed_items"] == 0
+
+    asyncio.run(main())

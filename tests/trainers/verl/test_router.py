@@ -84,6 +84,12 @@ def test_settings_cannot_change_under_running_turns():
     asyncio.run(main())
 
 
+def test_the_feed_goes_to_replicas_that_can_draft_only():
+    router = Router({"s0": "handle0", "s1": "handle1"}, {})
+    router.configure(to_dict(WarConfig()), {"s0": INFO, "s1": {**INFO, "can_draft": False}})
+    assert router.get_server_handles() == {"s0": "handle0"}
+
+
 def test_a_router_that_was_started_again_stops_the_run_with_a_clear_message():
     async def main():
         router = Router({"s0": "handle"}, {})

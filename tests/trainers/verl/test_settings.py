@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from war_rl.config import ConfigError, WarConfig
+from war_rl.config import ConfigError, WarConfig, load_config
 from war_rl.trainers.verl import settings
 from war_rl.trainers.verl.main_ppo import compose
 
@@ -104,3 +104,28 @@ def test_on_cpus_an_engine_is_one_process_unless_it_needs_several_workers():
 def test_engine_priority_goes_with_vllms_priority_scheduling():
     c = config("war.scheduler.engine_priority=True", "actor_rollout_ref.rollout.scheduling_policy=priority")
     assert settings.check(c).scheduler.engine_priority
+
+
+def test_one_line_says_who_can_draft_and_what_that_costs():
+    def info(replica, can_draft):
+        return {
+            "replica": replica,
+            "can_draft": can_draft,
+            "async_scheduling": not can_draft,
+            "model_runner_v2": False,
+        }
+
+    war = load_config({"spec": {"replicas": 1}})
+    line = settings.drafting_line(war, [info(0, True), info(1, False)])
+    assert "1 of 2 replicas can draft (0;" in line and "war.spec.replicas=1" in line
+    assert "off in vLLM there: asynchronous scheduling, model runner V2" in line
+    none = settings.drafting_line(load_config({"spec": {"replicas": "none"}}), [info(0, False)])
+    assert "no replica can draft" in none and "war.spec.replicas=none" in none
+    free = {**info(0, True), "async_scheduling": True, "model_runner_v2": True}
+    assert settings.drafting_line(war, [free]).endswith("off in vLLM there: nothing")
+
+
+def test_the_number_of_drafting_replicas_reaches_them():
+    c = config("war.spec.replicas=1")
+    assert settings.check(c).spec.replicas == "1"
+    assert config("war.spec.replicas=none").actor_rollout_ref.rollout.custom.war.spec.replicas == "none"

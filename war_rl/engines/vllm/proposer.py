@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from war_rl.config import SpecConfig, load_config
@@ -24,29 +25,47 @@ logger = logging.getLogger(__name__)
 PROPOSER = "war_rl.engines.vllm.proposer.WarProposer"
 
 
+_VERIFIED = (
+    *("temperature", "top_p", "top_k", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+_ENDS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id", "_all_stop_token_ids")
+_OUTPUT = (
+    *("n", "logprobs", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "output_text_buffer_length", "skip_clone"),
+    *("skip_reading_prefix_cache", "routed_experts_prompt_start", "extra_args"),
+)
+HONOURED = frozenset(_VERIFIED + _ENDS + _OUTPUT)
+"""Sampling parameters that drafting leaves as they are. Any other, one of a newer vLLM included, switches it off.
+
+What the rejection sampler verifies against; what ends a request, where the engine cuts whatever was committed beyond;
+what only shapes the output. (A custom logits processor, which could read extra_args, vLLM refuses beside drafting.)
+"""
+
+
 def verifier_honours(params: SamplingParams | None) -> str:
     """Name of the first sampling parameter that vLLM's rejection sampler does not honour; "" when all are fine.
 
-    The sampler verifies against temperature, top-k, top-p and penalties; min-p and logit bias are ignored there
-    (vllm#42744), structured output and prompt log-probs take other paths. An unknown request must not draft either.
+    min-p and logit bias, for example, are ignored there (vllm#42744), and structured output and prompt log-probs take
+    other paths. An unknown request must not draft either.
     """
     if params is None:
         return "unknown sampling parameters"
-    if getattr(params, "min_p", 0.0):
-        return "min_p"
-    if getattr(params, "logit_bias", None):
-        return "logit_bias"
-    if getattr(params, "structured_outputs", None) is not None:
-        return "structured_outputs"
-    if getattr(params, "prompt_logprobs", None):
-        return "prompt_logprobs"
-    if getattr(params, "bad_words", None):
-        return "bad_words"
-    if getattr(params, "min_tokens", 0):
-        return "min_tokens"
-    if getattr(params, "allowed_token_ids", None):
-        return "allowed_token_ids"
+    plain = type(params)()
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        # Empty and absent are the same to vLLM.
+        if name not in HONOURED and value != getattr(plain, name) and value not in (None, [], {}):
+            return name
     return ""
+
+
+class _Known(NamedTuple):
+    """What does not change about a request. ``stops``: end-of-turn tokens of its own."""
+
+    trajectory: TrajectoryId | None
+    draftable: bool
+    stops: frozenset[int]
 
 
 class WarProposer:
@@ -60,7 +79,7 @@ class WarProposer:
         self._stop = frozenset(int(t) for t in settings.get("stop_token_ids", ()))
         self._drafter = self._new_drafter()
         self._runner: Any = None
-        self._known: dict[str, tuple[TrajectoryId | None, bool]] = {}
+        self._known: dict[str, _Known] = {}
         self._step_began = 0.0
         self._refused: set[str] = set()
         self._refusals = 0
@@ -105,7 +124,7 @@ class WarProposer:
     def _view(self, row: int, sampled: int, length: int, token_ids_cpu: np.ndarray) -> RequestView:
         batch = self._runner.input_batch
         key = batch.req_ids[row]
-        trajectory, draftable = self._identify(key)
+        known = self._identify(key)
         state = self._runner.requests.get(key)
         prompt = int(batch.num_prompt_tokens[row])
         room = self._max_model_len - length - 1
@@ -113,25 +132,32 @@ class WarProposer:
         if params is not None and params.max_tokens is not None:
             # The step that verifies k drafts commits up to k + 1 tokens.
             room = min(room, params.max_tokens - (length - prompt) - 1)
+        if sampled and not (params is not None and params.ignore_eos):
+            last = int(token_ids_cpu[row, length - 1])
+            if last in self._stop or last in known.stops:
+                room = 0  # The turn is over; the request leaves before the next step.
         return RequestView(
             key=key,
-            trajectory=trajectory,
+            trajectory=known.trajectory,
             tokens=token_ids_cpu[row, :length],
             prompt_tokens=prompt,
             sampled=sampled,
-            draftable=draftable,
+            draftable=known.draftable,
             max_draft=max(0, min(self._max_draft, room)),
+            stops=known.stops,
         )
 
-    def _identify(self, key: str) -> tuple[TrajectoryId | None, bool]:
+    def _identify(self, key: str) -> _Known:
         known = self._known.get(key)
         if known is None:
             decoded = decode_request_id(key)
             state = self._runner.requests.get(key)
-            reason = verifier_honours(state.sampling_params if state is not None else None)
+            params = state.sampling_params if state is not None else None
+            reason = verifier_honours(params)
             if reason:
                 self._refuse(reason)
-            known = (decoded[0] if decoded else None, not reason)
+            stops = frozenset((params.stop_token_ids if params is not None else None) or ()) - self._stop
+            known = _Known(decoded[0] if decoded else None, not reason, stops)
             self._known[key] = known
         return known
 
@@ -146,7 +172,14 @@ class WarProposer:
         self._drafter.feed(items)
 
     def _new_drafter(self) -> Drafter:
-        return Drafter(self._config, stop_token_ids=self._stop, clock=time.perf_counter, unix_time=time.time)
+        return Drafter(
+            self._config,
+            stop_token_ids=self._stop,
+            clock=time.perf_counter,
+            unix_time=time.time,
+            # The prior was measured on CPUs; elsewhere drafting waits until steps have been measured.
+            trust_prior=current_platform.is_cpu(),
+        )
 
     def war_forget(self) -> None:
         """Forget all text and counts, as a new engine would; only while no request runs. Used by the benchmark."""

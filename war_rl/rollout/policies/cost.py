@@ -20,6 +20,9 @@ class CostPolicy(Policy):
     3. New trajectories that have waited ``max_wait_s``, oldest first; then one probe per group; then longest expected
        first. Each goes to the cheapest replica that admits it. Where the first finds no room, none overtakes it.
 
+    In the tail (no new trajectory waits) a trajectory also moves, within the same bounds, from a replica that cannot
+    draft to one that does, if its measured rates make that pay over the output still expected.
+
     Starvation bound: after ``max_wait_s`` a new trajectory is overtaken by turns of already admitted trajectories only,
     which are finite; the head of a replica's line starts at the latest when nothing runs there.
     Costs are in seconds.
@@ -40,9 +43,14 @@ class CostPolicy(Policy):
         for turn in self._by_urgency(home, context):
             # Who stands behind a turn that must wait, waits too: otherwise small turns would starve a large one.
             if ahead == 0 and context.fits(turn, home):
-                # Nothing is compared: the context is here, and it starts now. Costs are for those who look.
-                costs = {r.id: context.cost(turn, r).total for r in context.replicas} if self.config.explain else None
-                context.place(turn, home, "sticky", costs)
+                drafter = self._drafter_for(turn, home, context)
+                if drafter is None:
+                    # Nothing is compared: the context is here, and it starts now. Costs are for those who look.
+                    looked = self.config.explain > 0
+                    costs = {r.id: context.cost(turn, r).total for r in context.replicas} if looked else None
+                    context.place(turn, home, "sticky", costs)
+                else:
+                    context.place(turn, drafter[0], "to_drafter", drafter[1])
                 continue
             context.still_blocked(home)
             if not context.any_open or not context.look_around(home):
@@ -90,6 +98,27 @@ class CostPolicy(Policy):
                     return replica, {home.id: stay, replica.id: there}
         return None
 
+    def _drafter_for(
+        self, turn: TurnView, home: ReplicaView, context: Context
+    ) -> tuple[ReplicaView, dict[str, float]] | None:
+        """A drafting replica on which the rest of the trajectory would be enough faster to pay for moving there."""
+        if home.can_draft or not context.any_open or not context.may_migrate(turn):
+            return None
+        if next(context.fresh(), None) is not None:
+            return None
+        output = context.remaining(turn).output_tokens
+        here = context.cost(turn, home)
+        for replica in context.open_replicas(turn):
+            saved = output * (home.rates.decode - replica.rates.decode)
+            if not replica.can_draft or saved <= self.config.migrate_margin_s:
+                continue
+            cost = context.cost(turn, replica)
+            price = cost.wait - here.wait + max(0.0, cost.interference - here.interference)
+            pays = saved - price > self.config.migrate_margin_s and saved > self.config.migrate_ratio * price
+            if pays and context.admits(turn, replica):
+                return replica, {home.id: saved, replica.id: price}
+        return None
+
     def _fresh(self, context: Context) -> Iterator[tuple[TurnView, str]]:
         aged = set()
         for turn in context.fresh_by_age():
@@ -108,7 +137,7 @@ class CostPolicy(Policy):
         room = [(context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(context.open_replicas(turn))]
         room.sort(key=lambda entry: entry[:3])
         costs: dict[str, float] = {}
-        seen: list[tuple[float, int, ReplicaView]] = []
+        seen: list[tuple[float, tuple[bool, int], ReplicaView]] = []
         limit = math.inf
         for bound, _, _, replica in room:
             # The load alone already costs more than the best: so do all that follow.
@@ -116,7 +145,7 @@ class CostPolicy(Policy):
                 break
             if context.admits(turn, replica):
                 total = costs[replica.id] = context.cost(turn, replica).total
-                seen.append((total, replica.last_first, replica))
+                seen.append((total, (not replica.can_draft, replica.last_first), replica))
                 limit = min(limit, total * (1.0 + TIE) + TIE_SECONDS)
         if not seen:
             return False

@@ -32,7 +32,7 @@ class FeedPublisher:
         self._router = router
         self._share = share
         self._config = config
-        self._enabled = config.feed and config.policy != "off"
+        self._enabled = config.feed and config.drafts_on(0)
         self._log: deque[FeedItem] = deque()
         self._first = 0  # sequence number of the log's first item
         self._bytes = 0

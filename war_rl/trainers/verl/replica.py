@@ -36,12 +36,6 @@ def war_config_of(rollout_config: Any) -> WarConfig:
     return load_config(custom["war"])
 
 
-def can_draft(war: WarConfig, replica_rank: int) -> bool:
-    """Whether the replica of this rank loads a drafter at all (loading one has a price on GPUs)."""
-    del replica_rank
-    return war.spec.policy != "off"
-
-
 def is_war_extension(name: str) -> bool:
     """Whether a worker extension, by its dotted name, is War-RL's or derived from it."""
     from war_rl.engines.vllm.extension import WarWorkerExtension
@@ -63,7 +57,7 @@ class WarHttpServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         self._war = war_config_of(self.config)
-        self._war_can_draft = can_draft(self._war, self.replica_rank)
+        self._war_can_draft = self._war.spec.drafts_on(self.replica_rank)
         extension = engine_kwargs.get("worker_extension_cls")
         if extension in (None, CPU_WORKER_EXTENSION):
             extension = WORKER_EXTENSION
@@ -108,8 +102,12 @@ class WarHttpServer(vLLMHttpServer):
         return output
 
     async def war_info(self) -> dict[str, Any]:
-        """What the scheduler must know: KV capacity (tokens), block size (tokens), batch bound, whether it drafts."""
-        cache = self.engine.vllm_config.cache_config
+        """What the scheduler must know: KV capacity (tokens), block size (tokens), batch bound, whether it drafts.
+
+        And what a proposer may have switched off in vLLM, as it is, for the start-up line.
+        """
+        config = self.engine.vllm_config
+        cache = config.cache_config
         blocks = cache.num_gpu_blocks or 0
         return {
             "replica": self.replica_rank,
@@ -117,6 +115,8 @@ class WarHttpServer(vLLMHttpServer):
             "block_size": int(cache.block_size),
             "max_running": int(self.config.max_num_seqs),
             "can_draft": self._war_can_draft,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "model_runner_v2": bool(getattr(config, "use_v2_model_runner", False)),
         }
 
     async def war_feed(self, blob: bytes) -> None:

@@ -131,8 +131,8 @@ class Router:
         return sizes.pop() if len(sizes) == 1 else 0
 
     def get_server_handles(self) -> dict[str, Any]:
-        """Server handles by id; for the feed."""
-        return dict(self._servers)
+        """Handles by id of the servers that can draft; for the feed."""
+        return {i: handle for i, handle in self._servers.items() if self._infos[i].can_draft}
 
     def take_step_stats(self, validate: bool) -> dict[str, float]:
         """``sched/...`` values since the last call, training and validation apart."""
@@ -217,7 +217,7 @@ def _replica_info(server_id: str, info: Mapping[str, Any]) -> ReplicaInfo:
         id=server_id,
         kv_tokens=int(info.get("kv_tokens", 0)),
         block_size=int(info.get("block_size", 16)),
-        can_draft=bool(info.get("can_draft", False)),
+        can_draft=bool(info.get("can_draft", True)),
         max_running=int(info.get("max_running", 0)),
     )
 

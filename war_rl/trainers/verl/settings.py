@@ -6,7 +6,7 @@ Everything that ``trainer.rollout`` switches is switched here or follows from an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from war_rl.config import ConfigError, WarConfig, load_config
 
 ROLLOUTS = ("war", "vllm")
-ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+ONE_PROCESS = "war_rl.engines.vllm.one_process.OneProcessExecutor"
 ROUTER_YAML = Path(__file__).with_name("router.yaml")
 
 
@@ -95,7 +95,7 @@ def _check_rollout(config: DictConfig, war: WarConfig) -> None:
             f"war.scheduler.engine_priority=True has no effect under actor_rollout_ref.rollout.scheduling_policy="
             f"{rollout.scheduling_policy!r}: set that to priority, or leave engine_priority False"
         )
-    if war.spec.policy != "off" and rollout.mtp is not None and rollout.mtp.get("enable_rollout"):
+    if war.spec.drafts_on(0) and rollout.mtp is not None and rollout.mtp.get("enable_rollout"):
         raise ConfigError(
             "actor_rollout_ref.rollout.mtp.enable_rollout=True and War-RL's drafting exclude each other: "
             "set war.spec.policy=off or disable MTP for the rollout"
@@ -137,3 +137,22 @@ def check_prepared(config: DictConfig) -> WarConfig:
         with open_dict(config):
             rollout.router_config_path = None
     return check(config)
+
+
+def drafting_line(war: WarConfig, infos: Sequence[Mapping[str, Any]]) -> str:
+    """One line for the start of a run: which replicas can draft, and what vLLM leaves off there.
+
+    Args:
+        infos: what ``WarHttpServer.war_info`` returned, one for each replica.
+    """
+    able = [info for info in infos if info["can_draft"]]
+    keys = f"war.spec.policy={war.spec.policy}, war.spec.replicas={war.spec.replicas}"
+    if not able:
+        return f"drafting: no replica can draft ({keys}); all run as verl's own"
+    features = {"async_scheduling": "asynchronous scheduling", "model_runner_v2": "model runner V2"}
+    off = [name for key, name in features.items() if not all(info.get(key) for info in able)]
+    ranks = ", ".join(str(info["replica"]) for info in able)
+    return (
+        f"drafting: {len(able)} of {len(infos)} replicas can draft ({ranks}; {keys}); off in vLLM there: "
+        f"{', '.join(off) or 'nothing'}"
+    )

@@ -24,7 +24,7 @@ from war_rl.progress import step_line
 from war_rl.summary import RunSummary, versions
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
 from war_rl.trainers.verl.observer import RolloutObserver
-from war_rl.trainers.verl.settings import is_war, prepare
+from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ class WarTrainerSync(PPOTrainerSync):
             router = manager.global_load_balancer
             ray.get(router.configure.remote(war, dict(zip(servers, infos, strict=True)), seed), timeout=_CALL_TIMEOUT_S)
             logger.info("WAR worker group: %s", infos)
+            # Said on the console, whatever the log level: it is the price of drafting.
+            print(f"War-RL {drafting_line(self._war, infos)}", flush=True)
         self._servers = servers
         self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war)
 
