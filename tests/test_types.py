@@ -14,6 +14,7 @@ from war_rl.types import (
     decode_request_id,
     encode_feed,
     encode_request_id,
+    engine_priority,
 )
 
 texts = st.text(max_size=20)
@@ -53,3 +54,10 @@ def test_a_damaged_feed_message_is_refused():
         decode_feed(blob[:-4])
     with pytest.raises(ValueError, match="not a War-RL feed message"):
         decode_feed(b"\x80\x04" + blob)
+
+
+def test_engine_priority_grows_with_the_turns_behind_a_trajectory():
+    t = TrajectoryId("g", 0, 3)
+    order = [engine_priority(encode_request_id(t, turn) + "-1a2b3c4d") for turn in (0, 1, 7)]
+    assert order == [0, -1, -7]  # vLLM preempts the greatest first
+    assert engine_priority("cmpl-123") == 0

@@ -61,10 +61,10 @@ class SpecConfig:
 class SchedulerConfig:
     """Which turn runs where and when (``war.scheduler``)."""
 
-    policy: str = "least_tokens"
-    """``cost``: cheapest replica in seconds, admission by KV capacity. ``least_tokens``, ``round_robin``: choice of a
-    trajectory's first replica, where it stays; nothing waits. ``sticky_least_inflight``: verl's router.
-    ``cache_aware``: SGLang's router. ``war``: the published rules of WAR. Or a dotted path to a policy class."""
+    policy: str = "cost"
+    """``cost``: cheapest replica in seconds, admission by KV capacity; where everything fits, nothing waits.
+    ``war``: the published rules of WAR. ``sticky_least_inflight``: verl's router. ``cache_aware``: SGLang's router.
+    ``round_robin``: first replicas in turn, where trajectories stay. Or a dotted path to a policy class."""
     progress_alpha: float = 0.5
     """Weight of a finished trajectory in its group's estimate, T <- alpha * T_obs + (1 - alpha) * T_old. Unit: none."""
     prior_turns: float = 4.0
@@ -125,10 +125,15 @@ class SchedulerConfig:
     """Policy ``war``: raise the window when the hit rate is low, as published; False lowers it then."""
     war_scan: int = 256
     """Policy ``war``: most waiting requests scored per decision, oldest first. Unit: requests."""
-    lease_s: float = 0.0
-    """What a client holds is released when it has not been heard of for this long; 0 means never. Unit: seconds."""
+    engine_priority: bool = False
+    """Let vLLM's own scheduler prefer trajectories that have had more turns, so that it preempts the one that is least
+    far along. Needs ``actor_rollout_ref.rollout.scheduling_policy=priority``."""
+    lease_s: float = 60.0
+    """What a client process holds is released when it has not been heard of for this long; 0 means never.
+    Unit: seconds."""
     explain: int = 0
-    """How many of the last decisions are kept with reason and costs for inspection. Unit: decisions."""
+    """How many of the last decisions are kept with reason and costs for inspection; above 0 each one is also compared
+    with its alternatives and written to the router's log. Costs time. Unit: decisions."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +182,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "spec.policy": ("budget", "war", "off"),
     "scheduler.policy": (
         "cost",
-        "least_tokens",
-        "round_robin",
+        "war",
         "sticky_least_inflight",
         "cache_aware",
-        "war",
+        "round_robin",
     ),
     "spec.replicas": ("all", "none"),
     "progress": ("auto", "on", "off"),

@@ -84,6 +84,16 @@ def decode_request_id(request_id: str) -> tuple[TrajectoryId, int] | None:
         return None
 
 
+def engine_priority(request_id: str) -> int:
+    """vLLM's priority of a request: lower runs first and is preempted last; the further along, the lower.
+
+    Minus the number of turns that the request's trajectory has behind it; 0, that of a new trajectory, where the
+    request id carries none.
+    """
+    known = decode_request_id(request_id)
+    return -known[1] if known is not None else 0
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """A turn that asks for a replica.

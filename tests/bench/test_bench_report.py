@@ -13,7 +13,7 @@ import pytest
 from war_rl.bench import host
 from war_rl.bench.plot import cached_fraction, plot_runs, shown_runs, tokens_over_time
 from war_rl.bench.report import SCHEMA, build_report, render_table, write_report
-from war_rl.bench.stats import Sample, SideRun, Work
+from war_rl.bench.stats import ROUTER, Sample, SideRun, Work
 
 WORK = Work(turns=10, generated_tokens=1000, requested_prompt_tokens=5000)
 
@@ -169,3 +169,25 @@ def test_plot_writes_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_runs(runs(), ["war", "vllm"], tmp_path / "p.png", "fake engine")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "p.png").stat().st_size > 10_000
+
+
+def test_computed_prefill_is_shown_beside_what_any_schedule_must_compute():
+    run = SideRun("war", 0, 2.0, WORK, {"prefill_computed_tokens": 1100.0})
+    other = SideRun("vllm", 0, 2.0, WORK, {"prefill_computed_tokens": 2500.0})
+    made = build_report(
+        [run, other], ["war", "vllm"], machine={}, versions={}, workload={"least_prefill_tokens": 1000}, settings={}
+    )
+    line = "prefill tokens that any schedule must compute: 1,000 (war 1.10 times that, vllm 2.50 times that)"
+    assert line in render_table(made)
+    assert "any schedule" not in render_table(report())
+
+
+def test_a_row_shows_what_the_router_holds(tmp_path):
+    pytest.importorskip("matplotlib")
+    held = tuple(Sample(t / 10, ROUTER, 0, 5, 0, 0, 0) for t in range(10))
+    war, vllm = runs()[:2]
+    war = SideRun("war", 0, 2.0, WORK, {}, (*war.timeline, *held))
+    # The held ones add no tokens, and the side whose router holds nothing has an empty row.
+    assert set(tokens_over_time(war.timeline)) == set(tokens_over_time(samples(50)))
+    plot_runs([war, vllm], ["war", "vllm"], tmp_path / "a.svg")
+    assert "war, router" in (tmp_path / "a.svg").read_text()

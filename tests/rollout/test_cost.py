@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from war_rl.rollout.cost import RatePriors, ReplicaRates
+from war_rl.rollout.cost import OwnRates, RatePriors, ReplicaRates
 
 PRIORS = RatePriors(4000.0, 0.025, 0.0015, 0.98)
 
@@ -49,3 +49,26 @@ def test_garbage_is_survived():
     for turn in turns(3, 1000.0, 0.025, 0.002, 0.05, 200):
         rates.observe(*turn)
     assert rates.prefill_tokens_per_s == pytest.approx(1000.0, rel=0.25)
+
+
+def test_one_replica_that_is_slower_is_scaled_and_noise_is_not():
+    fleet, slow, noisy = ReplicaRates(PRIORS), OwnRates(), OwnRates()
+    believed = {"slow": fleet, "noisy": fleet}
+    for i, (a, b) in enumerate(
+        zip(turns(1, 4e3, 0.02, 0.001, 0.3, 200), turns(2, 4e3, 0.02, 0.001, 0.3, 200), strict=True)
+    ):
+        believed["noisy"] = noisy.observe(fleet, *a)
+        believed["slow"] = slow.observe(fleet, *b[:3], 2.0 * b[3])
+        if i < 20:
+            assert believed["slow"] is fleet, "a few turns say nothing"
+        fleet.observe(*a)
+    assert believed["noisy"] is fleet
+    assert believed["slow"].decode == pytest.approx(2.0 * fleet.decode, rel=0.2)
+
+
+def test_a_short_turn_that_waited_for_others_does_not_bend_the_fit():
+    rates = ReplicaRates(PRIORS)
+    for turn in turns(1, 4000.0, 0.025, 0.0015, 0.1, 10):
+        rates.observe(*turn)
+    rates.observe(0, 1, 7.0, 0.6)  # one token beside seven others, and half a second of somebody's prefill
+    assert rates.interference < 0.01

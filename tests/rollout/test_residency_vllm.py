@@ -182,7 +182,7 @@ def simulate(policy, steps=1, **kwargs):
     return work.step(steps)
 
 
-@pytest.mark.parametrize("policy, blocks", [("cost", 300), ("cost", 160), ("least_tokens", 350)])
+@pytest.mark.parametrize("policy, blocks", [("cost", 300), ("cost", 160), ("sticky_least_inflight", 350)])
 def test_predicted_cached_tokens_are_within_5_percent(policy, blocks):
     pytest.importorskip("vllm")
     stats = simulate(policy, steps=2, blocks=blocks)

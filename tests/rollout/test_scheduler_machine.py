@@ -227,6 +227,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def weights(self):
         self.both("weights_updated", 2)
+        for book in self.books.values():
+            if not book.waiting and not book.running:
+                book.home = None  # a trajectory of an earlier step: over, whether or not anybody says so
         self.settle()
 
     # ---- what must hold

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +16,14 @@ from war_rl.traces.tokenise import TokenTrace, TokenTurn
 from war_rl.traces.workload import (
     WorkItem,
     WorkloadSpec,
+    WorkTurn,
     build_workload,
+    least_prefill_tokens,
     parse_tool_seconds,
     tokenise_traces,
     working_set_tokens,
 )
-from war_rl.types import as_tokens
+from war_rl.types import TrajectoryId, as_tokens
 
 _fresh = count(1000)
 
@@ -186,3 +189,47 @@ def test_working_set_counts_shared_prefixes_once() -> None:
     summary = build_workload([one, two], WorkloadSpec()).summary()
     assert (summary["trajectories"], summary["groups"], summary["turns"]) == (2, 1, 2)
     assert (summary["prompt_tokens"], summary["generated_tokens"], summary["longest_context"]) == (64, 28, 52)
+
+
+def item(session, prompt, *turns):
+    made = tuple(WorkTurn(np.array(m, np.int32), np.array(e, np.int32), 0.0) for m, e in turns)
+    return WorkItem(TrajectoryId("g", session, 0), f"t{session}", np.array(prompt, np.int32), made)
+
+
+def test_least_prefill_by_hand():
+    # Blocks of 4. Turn 1 computes its 6 tokens and fills block 1 while it generates 7 and 8 (9 is never computed);
+    # turn 2 finds blocks 0 and 1 and computes the 5 tokens after them.
+    one = item(0, range(6), ([6, 7, 8], [9, 10, 11, 12]), ([13, 14], []))
+    assert least_prefill_tokens([one], 4) == 6 + 5
+    # A sibling finds block 0, computes the 2 tokens after it, and 5 in its second turn.
+    other = item(1, range(6), ([66, 67, 68], [9, 10, 11, 12]), ([13, 14], []))
+    assert least_prefill_tokens([one, other], 4) == 6 + 5 + 2 + 5
+    # A prompt that ends with a block computes that block again each time: its last token is never served.
+    whole = [item(s, range(8), ([50 + s], [])) for s in range(3)]
+    assert least_prefill_tokens(whole, 4) == 8 + 4 + 4
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=4), min_size=1, max_size=4), st.integers(0, 9))
+def test_no_order_of_trajectories_on_an_endless_cache_computes_less(lengths, seed):
+    rng = np.random.default_rng(seed)
+
+    def words(count):
+        return rng.integers(0, 2, count).tolist()
+
+    items = [item(i, words(n[0] + 3), *((words(g), words(3)) for g in n[1:])) for i, n in enumerate(lengths)]
+    assert least_prefill_tokens(items, 4) <= min(_computed(items), _computed(items[::-1]))
+
+
+def _computed(items):
+    """Prompt tokens an engine with an endless prefix cache of blocks of 4 computes, one trajectory after another."""
+    cache, computed = set(), 0
+    for one in items:
+        text, prompt = one.tokens().tolist(), len(one.prompt_tokens)
+        for turn in one.turns:
+            hit = 0
+            while hit + 4 < prompt and tuple(text[: hit + 4]) in cache:
+                hit += 4
+            computed += prompt - hit
+            cache.update(tuple(text[: 4 * (b + 1)]) for b in range((prompt + len(turn.model_tokens) - 1) // 4))
+            prompt += len(turn.model_tokens) + len(turn.env_tokens)
+    return computed

@@ -7,7 +7,7 @@ import pytest
 
 from war_rl.config import SchedulerConfig
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
-from war_rl.trainers.shell import NoReplicaError, SchedulerShell
+from war_rl.trainers.shell import LeaseExpired, NoReplicaError, SchedulerShell
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
 
@@ -80,5 +80,152 @@ def test_a_key_cannot_be_used_twice_at_once():
         with pytest.raises(ValueError, match="submitted before"):
             await made.acquire(turn(0))
         assert made.inflight == 1 and made.home("t0") == "r"
+
+    asyncio.run(main())
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def leased(lease_s: float = 10.0, **config) -> tuple[SchedulerShell, Clock]:
+    clock = Clock()
+    made = SchedulerShell(GlobalScheduler(SchedulerConfig(lease_s=lease_s, **config)), clock=clock)
+    made.add(ReplicaInfo("r", 200, 16))
+    return made, clock
+
+
+def test_what_a_silent_client_holds_goes_to_others():
+    async def main():
+        made, clock = leased()
+        await made.acquire(turn(0), "dead")
+        alive = asyncio.create_task(made.acquire(turn(1), "alive"))
+        dying = asyncio.create_task(made.acquire(turn(2), "dead"))
+        await asyncio.sleep(0)
+        assert made.waiting == 2
+        clock.now = 9.0
+        made.renew("alive")
+        made._decide()
+        await asyncio.sleep(0)
+        assert made.waiting == 2, "a lease holds for its whole length"
+        clock.now = 12.0
+        made._decide()
+        assert (await alive)[0] == "r"
+        with pytest.raises(LeaseExpired):
+            await dying
+        made.release("t0", TurnResult(generated_tokens=1))  # it was not dead after all: harmless
+        assert made.inflight == 1 and made.home("t1") == "r"
+        # It asks again under the same name, and is served when there is room.
+        again = asyncio.create_task(made.acquire(turn(2), "dead"))
+        await asyncio.sleep(0)
+        made.release("t1", TurnResult(generated_tokens=1))
+        made.finish(TrajectoryId("g", 1, 0))
+        assert (await again)[0] == "r"
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_lease_wakes_the_router_by_itself():
+    async def main():
+        made = SchedulerShell(GlobalScheduler(SchedulerConfig(lease_s=0.05)))
+        made.add(ReplicaInfo("r", 200, 16))
+        await made.acquire(turn(0), "dead")
+        assert (await asyncio.wait_for(made.acquire(turn(1)), 5.0))[0] == "r"
+
+    asyncio.run(main())
+
+
+def test_without_a_lease_nothing_expires_and_a_client_can_still_be_released():
+    async def main():
+        made, clock = leased(lease_s=0.0)
+        await made.acquire(turn(0), "c")
+        other = asyncio.create_task(made.acquire(turn(1)))
+        clock.now = 1e6
+        made._decide()
+        await asyncio.sleep(0)
+        assert not other.done()
+        assert made.release_client("c") == ["t0"]
+        assert (await other)[0] == "r" and made.inflight == 1
+
+    asyncio.run(main())
+
+
+def test_a_draining_replica_starts_nothing_and_a_new_one_takes_what_waits():
+    async def main():
+        made = shell()
+        tasks = await blocked(made, 4)
+        made.add(ReplicaInfo("late", 200, 16))
+        await asyncio.sleep(0)
+        assert [t.result()[0] for t in tasks if t.done()] == ["late"]
+        made.drain("r")
+        made.release("t0", TurnResult(generated_tokens=5))
+        made.finish(TrajectoryId("g", 0, 0))
+        await asyncio.sleep(0)
+        assert sum(t.done() for t in tasks) == 1 and made.running() == {"r": 0, "late": 1}
+        made.add(ReplicaInfo("r", 200, 16))
+        await asyncio.sleep(0)
+        assert sum(t.done() for t in tasks) == 2 and made.running() == {"r": 1, "late": 1}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_lost_replicas_turns_run_elsewhere():
+    async def main():
+        made = shell(kv_tokens=20_000)
+        made.add(ReplicaInfo("other", 20_000, 16))
+        homes = {f"t{i}": (await made.acquire(turn(i)))[0] for i in range(6)}
+        lost = made.lose("r", "killed")
+        assert sorted(lost) == sorted(k for k, home in homes.items() if home == "r") and lost
+        for key in lost:
+            made.release(key, TurnResult(error="connection lost"))
+            assert (await made.acquire(turn(int(key[1:]))))[0] == "other"
+        assert made.running() == {"other": 6}
+        assert made.scheduler.take_step_stats(False)["sched/lost_turns"] == len(lost)
+
+    asyncio.run(main())
+
+
+def test_validation_leaves_the_training_statistics_alone():
+    async def main():
+        made, clock = leased(prior_turn_tokens=64.0)
+        made.add(ReplicaInfo("r", 100_000, 16))
+        for i in range(5):
+            identity = TrajectoryId("v", i, 0, "p", validate=True)
+            await made.acquire(TurnRequest(f"v{i}", identity, 0, 150))
+            clock.now += 1.0
+            made.release(f"v{i}", TurnResult(generated_tokens=900, cached_tokens=0, preemptions=2))
+            made.finish(identity)
+        assert made.scheduler.expected_output(turn(0)) == 64
+        train = made.scheduler.take_step_stats(False)
+        assert {k: v for k, v in train.items() if v} == {
+            "sched/sticky_rate": 1.0,
+            "sched/replica_tokens_max_over_mean": 1.0,
+            "sched/replica_seconds_max_over_mean": 1.0,
+        }
+        assert made.scheduler.take_step_stats(True)["sched/preemptions"] == 10
+
+    asyncio.run(main())
+
+
+def test_every_decision_is_explained_in_the_log_on_request(caplog):
+    async def main():
+        made = shell()
+        with caplog.at_level("DEBUG", logger="war_rl.decisions"):
+            (task,) = await blocked(made, 1)
+            made.release("t0", TurnResult(generated_tokens=5))
+            made.finish(TrajectoryId("g", 0, 0))
+            await task
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines[0].startswith("t0 -> r: first [r ")
+        assert lines[1].startswith("t1 held: begins where its 150 prompt tokens")
+        assert lines[2].startswith("t1 -> r: first [r ")
 
     asyncio.run(main())

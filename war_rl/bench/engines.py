@@ -15,7 +15,7 @@ from typing import Any
 from war_rl.bench.cluster import Slots, WorkerGroup
 from war_rl.bench.options import ROLLOUTS
 from war_rl.bench.presets import Settings
-from war_rl.bench.stats import Sample
+from war_rl.bench.stats import ROUTER, Sample
 
 _CALL_TIMEOUT_S = 120.0
 _EMPTY_TIMEOUT_S = 20.0
@@ -198,15 +198,22 @@ class Side:
         }
 
     def sampler(self, before: Mapping[str, Mapping[str, float]], clock: Any) -> Any:
-        """A blocking function that takes one :class:`Sample` of each replica, counts since ``before``."""
+        """A blocking function that takes one :class:`Sample` of each replica, counts since ``before``, and one of the
+        router where it may hold turns back."""
+        import ray
 
         def read() -> list[Sample]:
             # One time for all, so that their sum over time has no steps that are none.
             now = clock()
-            return [
+            samples = [
                 _sample(now, name, read_gauges(address), before.get(address, {}))
                 for address, name in self._names.items()
             ]
+            if self.is_war:
+                # verl's own router holds nothing back.
+                held = ray.get(self.router.snapshot.remote(), timeout=_CALL_TIMEOUT_S)["waiting"]
+                samples.append(Sample(now, ROUTER, 0, int(held), 0, 0, 0))
+            return samples
 
         return read
 

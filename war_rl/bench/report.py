@@ -89,7 +89,16 @@ SCHEMA: dict[str, Any] = {
         },
         "machine": {"type": "object"},
         "versions": {"type": "object", "additionalProperties": {"type": "string"}},
-        "workload": {"type": "object", "description": "what was replayed, and what was cut or left out to get there"},
+        "workload": {
+            "type": "object",
+            "description": "what was replayed, and what was cut or left out to get there",
+            "properties": {
+                "least_prefill_tokens": {
+                    "type": "integer",
+                    "description": "prompt tokens that any schedule must compute, given all the cache it wants",
+                }
+            },
+        },
         "settings": {"type": "object", "description": "every setting of the benchmark, preset and flags resolved"},
     },
 }
@@ -213,8 +222,21 @@ def _verdict(report: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
             f"WORK DIFFERS: {worst.replace('_', ' ')} by {report['work_spread'][worst]:.2%} (at most "
             f"{WORK_TOLERANCE:.0%} is equal). The ratio compares different work and must not be quoted."
         )
+    lines.extend(_prefill_lines(report))
     lines.extend(_workload_lines(report["workload"]))
     return lines
+
+
+def _prefill_lines(report: Mapping[str, Any]) -> list[str]:
+    """Computed prompt tokens of each side over what any schedule must compute."""
+    least = report["workload"].get("least_prefill_tokens")
+    if not least:
+        return []
+    computed = {name: side["counters"].get("prefill_computed_tokens") for name, side in report["sides"].items()}
+    shares = ", ".join(
+        f"{name} {value / least:.2f} times that" for name, value in computed.items() if value is not None
+    )
+    return [f"prefill tokens that any schedule must compute: {least:,}" + (f" ({shares})" if shares else "")]
 
 
 def _workload_lines(workload: Mapping[str, Any]) -> list[str]:

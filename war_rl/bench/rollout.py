@@ -16,7 +16,7 @@ from war_rl.bench.report import build_report, render_table, write_report
 from war_rl.bench.stats import PlannedRun, Sample, SideRun, exit_code, measure, plan_runs
 from war_rl.metrics import add_up, delta
 from war_rl.progress import MARK, Progress, ProgressLine
-from war_rl.traces.workload import Workload
+from war_rl.traces.workload import Workload, least_prefill_tokens
 
 SAMPLE_S = 0.5
 """Seconds between two looks at the replicas."""
@@ -227,7 +227,12 @@ class Bench:
             list(options.sides),
             machine={**machine(), **where},
             versions=versions(),
-            workload={**work.summary(), "source": _source(options), "kv_pressure": kv.pressure},
+            workload={
+                **work.summary(),
+                "least_prefill_tokens": least_prefill_tokens(work.items, self._settings.block_size),
+                "source": _source(options),
+                "kv_pressure": kv.pressure,
+            },
             settings={
                 **asdict(self._settings),
                 "preset": options.preset,

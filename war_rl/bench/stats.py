@@ -87,15 +87,19 @@ COUNTERS = {
 """Results every run reports beside its time, with what they count."""
 
 
+ROUTER = "router"
+"""Stands among the replicas' samples for turns that no engine has yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One look at one replica during a run. Token counts are cumulative since the run began.
 
     Attributes:
         t: seconds since the run began.
-        replica: its name.
+        replica: its name, or :data:`ROUTER`.
         running: requests in the engine's batch.
-        queued: requests waiting in the engine or held for it.
+        queued: requests waiting in the engine; of :data:`ROUTER`, those it holds back.
         prompt_tokens: requested prompt tokens.
         cached_tokens: those of them served from KV cache.
         generated_tokens: committed tokens.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from war_rl.config import SchedulerConfig
-from war_rl.rollout.cost import Cost, ReplicaRates
+from war_rl.rollout.cost import Cost, Rates
 from war_rl.rollout.progress import Remaining
 from war_rl.types import TurnRequest
 
@@ -47,7 +47,7 @@ class ReplicaView(Protocol):
         """Whether it drafts while it runs little: then the tail is faster there."""
 
     @property
-    def rates(self) -> ReplicaRates:
+    def rates(self) -> Rates:
         """Measured speed."""
 
 
@@ -141,7 +141,7 @@ class Context(Protocol):
         """KV blocks the replica holds."""
 
     def fits(self, turn: TurnView, replica: ReplicaView) -> bool:
-        """Whether the KV of the running turns and this one fits and the engine is not full, or nothing runs there."""
+        """Whether the KV of the running turns and this one fits, or nothing runs there."""
 
     def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
         """Whether the expected KV of everything admitted and this trajectory fits.
@@ -150,7 +150,7 @@ class Context(Protocol):
         """
 
     def open_replicas(self, turn: TurnView | None = None) -> Sequence[ReplicaView]:
-        """Replicas that could admit some trajectory: KV to promise, nobody waiting to return, the engine not full.
+        """Replicas that could admit some trajectory: KV to promise and nobody waiting to return.
 
         With ``turn``, without those that are known not to admit it.
         """

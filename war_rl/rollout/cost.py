@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a placement costs, in seconds, with rates that each replica's own finished turns teach.
 
-A turn that computes u prompt tokens and generates g while on average n turns run beside it takes about
+A turn that generates g tokens while its replica computes u prompt tokens, its own or others', and on average n turns
+run beside it, takes about
 
     seconds = u / prefill + g * (decode + interference * n)
 
-which is linear in (1 / prefill, decode, interference) and fitted by recursive least squares with forgetting.
+which is linear in (1 / prefill, decode, interference) and fitted by recursive least squares with forgetting, over all
+replicas together: one replica's few turns say little about three numbers. A replica that is slower or faster than the
+rest is scaled by one factor of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +33,12 @@ class RatePriors:
     forgetting: float
 
 
+SPREAD = 100.0
+"""Each rate stays within this factor of its prior: a fit is not a law."""
+
+
 class ReplicaRates:
-    """Online fit of one replica's three rates. Each stays within a factor 1000 of its prior: a fit is not a law."""
+    """Online fit of the three rates."""
 
     def __init__(self, priors: RatePriors) -> None:
         self.priors = priors
@@ -59,13 +66,16 @@ class ReplicaRates:
         """A turn has ended. Turns without a usable time are ignored."""
         if seconds <= 0.0 or computed + generated <= 0:
             return
-        error = abs(seconds - self.predict(computed, generated, others))
+        predicted = self.predict(computed, generated, others)
+        error = abs(seconds - predicted)
         weight = max(0.05, 1.0 / (1 + self.turns))
         self.turns += 1
         self.turn_seconds += weight * (seconds - self.turn_seconds)
         self.mean_abs_error += weight * (error - self.mean_abs_error)
-        # Turns are noisy in proportion to their length; weighing by it keeps long ones from ruling the fit.
-        self._fit((float(computed), float(generated), generated * others), seconds, (0.2 * seconds + 1e-3) ** 2)
+        # Turns are noisy in proportion to their length, and by the engine steps they begin and end within; a short one
+        # must not be taken at its word.
+        noise = 0.2 * max(seconds, predicted) + 2.0 * self._prior[1]
+        self._fit((float(computed), float(generated), generated * others), seconds, noise * noise)
 
     def _fit(self, x: tuple[float, float, float], seconds: float, noise: float) -> None:
         """One step of recursive least squares. Plain floats: for three numbers, arrays cost ten times as much."""
@@ -83,10 +93,49 @@ class ReplicaRates:
             for i in axes:
                 for j in axes:
                     cov[i][j] *= shrink[i] * shrink[j]
-        low, high = 1e-3, 1e3
+        low, high = 1.0 / SPREAD, SPREAD
         self.prefill, self.decode, self.interference = (
             min(max(theta[i] + px[i] / scale * error, self._prior[i] * low), self._prior[i] * high) for i in axes
         )
+
+
+OWN_TURNS = 32
+"""A replica is believed as fast as the whole fleet until it has finished this many turns."""
+EQUAL = 0.2
+"""A replica that differs from the fleet by less than this share is believed equal to it: noise would otherwise send
+every trajectory to whichever replica looks fastest."""
+
+
+class OwnRates:
+    """One replica's rates: the fleet's, scaled by how much longer its turns take than the fleet's rates say."""
+
+    __slots__ = ("_turns", "decode", "factor", "interference", "prefill", "turn_seconds")
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self.factor = 1.0
+        self.prefill = self.decode = self.interference = self.turn_seconds = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return 1.0 / self.prefill
+
+    def observe(self, fleet: ReplicaRates, computed: int, generated: int, others: float, seconds: float) -> Rates:
+        """A turn of this replica has ended. Returns what to believe from now on: the fleet's rates, or these."""
+        predicted = fleet.predict(computed, generated, others)
+        if seconds > 0.0 and predicted > 0.0:
+            self._turns += 1
+            self.factor += max(0.03, 1.0 / (4 + self._turns)) * (min(max(seconds / predicted, 0.25), 4.0) - self.factor)
+        if self._turns < OWN_TURNS or abs(self.factor - 1.0) < EQUAL:
+            return fleet
+        self.prefill, self.decode = fleet.prefill * self.factor, fleet.decode * self.factor
+        self.interference, self.turn_seconds = fleet.interference * self.factor, fleet.turn_seconds * self.factor
+        return self
+
+
+Rates = ReplicaRates | OwnRates
+"""Seconds per computed prompt token (``prefill``), per generated token (``decode``), per generated token and further
+running turn (``interference``), and of a mean turn (``turn_seconds``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Planner:
         rounds = max(1, len(blocked) // LOOK_AROUND)
         at = self._owner.changes % rounds
         self._looking = {r.id for i, r in enumerate(blocked) if i % rounds == at}
-        output = self._owner.mean_output
+        output = self._owner.mean_outputs
         return [
             r
             for r in blocked
@@ -92,7 +92,7 @@ class Planner:
     def still_blocked(self, replica: ReplicaView) -> None:
         target = cast(ReplicaState, replica)
         if target.id not in self._saved:
-            target.blocked_version = (target.version, self._owner.mean_output)
+            target.blocked_version = (target.version, self._owner.mean_outputs)
 
     def resumed(self, replica: ReplicaView) -> Iterator[TurnState]:
         return (t for k, t in cast(ReplicaState, replica).resumed.items() if k not in self._placed)
@@ -175,8 +175,6 @@ class Planner:
 
     def fits(self, turn: TurnView, replica: ReplicaView) -> bool:
         target, state = cast(ReplicaState, replica), _state(turn)
-        if target.running >= target.info.max_running:
-            return False
         if target.running == 0 or target.kv_capacity == math.inf:
             return True
         covered = self._covers.get(state.trajectory.id, state.trajectory.covered)
@@ -337,9 +335,9 @@ class Planner:
         queue = target.prefill_free_at - self.now
         if queue < 0.0:
             queue = 0.0
-        over = target.running - target.info.max_running + 1
+        over = target.running - target.slots + 1
         if over > 0:
-            queue += rates.turn_seconds * over / target.info.max_running
+            queue += rates.turn_seconds * over / target.slots
         if ahead:
             queue += rates.turn_seconds * ahead / max(1, target.running)
         return queue

@@ -91,8 +91,8 @@ class Progress:
         self._workload = {flag: Estimate(*(r.child() for r in prior)) for flag in (False, True)}
         self._index: OrderedDict[tuple[bool, str], Estimate] = OrderedDict()
         self._group: OrderedDict[GroupId, Estimate] = OrderedDict()
-        self.turn_output = Running(output_tokens / max(1.0, turns))
-        """Tokens generated in one turn."""
+        self.turn_output = {flag: Running(output_tokens / max(1.0, turns)) for flag in (False, True)}
+        """Tokens generated in one turn, of training and of validation."""
 
     def group_turns(self, group: GroupId) -> float:
         """Expected turns of a whole trajectory of this group (WAR's T)."""
@@ -125,7 +125,8 @@ class Progress:
             if seen > estimate.mean:
                 estimate.mean += CENSORED * (seen - estimate.mean)
         # The first observation replaces the prior; later ones move slowly, one turn says little about the next.
-        self.turn_output.add(generated_tokens, max(0.02, 1.0 / (1 + self.turn_output.count)))
+        lengths = self.turn_output[group.validate]
+        lengths.add(generated_tokens, max(0.02, 1.0 / (1 + lengths.count)))
 
     def observe_finish(self, group: GroupId, turns: int, output_tokens: int, context_tokens: int) -> None:
         """A trajectory has finished with these totals."""

@@ -30,11 +30,6 @@ MIN_TOOL_SECONDS = 0.02
 """Shortest usual tool time believed, so that an instantaneous environment does not make idle KV decay at once."""
 
 
-OWN_RATE_TURNS = 32
-"""A replica is believed as fast as the whole fleet until it has finished this many turns: few turns measure mostly
-noise, and noise would send every trajectory to whichever replica looks fastest."""
-
-
 @dataclass(slots=True)
 class _Group:
     """Live members of a group, and which of them is its probe."""
@@ -51,6 +46,9 @@ class _Client:
 
 class GlobalScheduler:
     """Places turns on replicas by the configured policy.
+
+    Of validation it learns what holds for all work alike (speeds, tool times, cache hits); lengths are learned and
+    statistics kept apart.
 
     Raises:
         ConfigError: the policy does not exist.
@@ -263,11 +261,18 @@ class GlobalScheduler:
         self._forget(known, now)
 
     def weights_updated(self, step: int, now: float) -> None:
-        """All KV is void from here on; what was learned about lengths and speeds stays."""
+        """All KV is void from here on; what was learned about lengths and speeds stays.
+
+        Trajectories of earlier steps whose end nobody has told, and that neither wait nor run, are over.
+        """
         self._advance(now)
         for replica in self._replicas.values():
             replica.residency.clear()
         self.progress.forget_before(step)
+        for trajectory in list(self._trajectories.values()):
+            if trajectory.id.step < step and not trajectory.waiting and not trajectory.running:
+                self._count("sched/abandoned_trajectories")
+                self._forget(trajectory, now)
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call :meth:`decide` although nothing happened; None: only events matter."""
@@ -344,10 +349,10 @@ class GlobalScheduler:
                 self._close_areas(replica, self._now)
         out = stats.as_metrics()
         out["sched/waiting"] = float(stats.waiting)
-        out["sched/admitted"] = float(
-            sum(t.home is not None for t in self._trajectories.values() if t.id.validate == validate)
+        out["sched/admitted"] = float(stats.admitted)
+        self._stats[validate] = StepStats(
+            waiting=stats.waiting, max_waiting=stats.waiting, admitted=stats.admitted, max_admitted=stats.admitted
         )
-        self._stats[validate] = StepStats(waiting=stats.waiting, max_waiting=stats.waiting)
         return out
 
     def explanations(self) -> list[dict[str, Any]]:
@@ -364,14 +369,38 @@ class GlobalScheduler:
         """Turns that wait or run."""
         return len(self._turns)
 
+    def why_waiting(self, key: str, now: float) -> str:
+        """Why a waiting turn does not run now, for people; "" for one that does not wait. Changes nothing."""
+        turn = self.queue.all.get(key)
+        if turn is None:
+            return ""
+        if not self._alive:
+            return "no replica takes turns"
+        theta, home = self._theta_at(now), turn.trajectory.home
+        if home is not None and not home.draining:
+            wanted = need(turn.request.prompt_tokens, turn.trajectory.covered, self.expected_output(turn.request))
+            return (
+                f"returns to {home.id}, where {home.running} turns run in {home.kv_running + home.shared.tokens} of "
+                f"{home.kv_capacity:.0f} KV tokens, it needs {wanted} and {len(home.resumed)} wait"
+            )
+        held = ", ".join(
+            f"{r.id} {r.kv_admitted(theta):.0f}/{r.kv_capacity:.0f}{' and turns wait to return' * bool(r.resumed)}"
+            for r in self._alive
+        )
+        kind = "moves" if turn.trajectory.ran else "begins"
+        return (
+            f"{kind} where its {turn.request.prompt_tokens} prompt tokens and what they grow to fit; promised: {held}"
+        )
+
     @property
-    def mean_output(self) -> int:
-        """Mean tokens generated in a turn, at least 1."""
-        return max(1, int(self.progress.turn_output.mean))
+    def mean_outputs(self) -> tuple[int, int]:
+        """Mean tokens generated in a turn of training and of validation, each at least 1."""
+        lengths = self.progress.turn_output
+        return max(1, int(lengths[False].mean)), max(1, int(lengths[True].mean))
 
     def expected_output(self, turn: TurnRequest) -> int:
         """Tokens the turn is expected to generate, at least 1."""
-        expected = self.mean_output
+        expected = max(1, int(self.progress.turn_output[turn.trajectory.validate].mean))
         return min(expected, turn.max_tokens) if turn.max_tokens > 0 else expected
 
     def remaining(self, turn: TurnState) -> Remaining:
@@ -472,6 +501,9 @@ class GlobalScheduler:
         trajectory.visited.add(replica.id)
         self._touch(replica, now)
         replica.admitted += 1
+        stats = self._stats[trajectory.id.validate]
+        stats.admitted += 1
+        stats.max_admitted = max(stats.max_admitted, stats.admitted)
         replica.work += trajectory.work
         self.sequence += 1
         replica.last_first = self.sequence
@@ -486,6 +518,7 @@ class GlobalScheduler:
         home.idle.remove(trajectory.id, self._theta)
         home.shared.unclaim(trajectory.group)
         home.admitted -= 1
+        self._stats[trajectory.id.validate].admitted -= 1
         home.work -= trajectory.work
         self._footprint(trajectory, 0)
         trajectory.home, trajectory.covered, trajectory.work = None, 0, 0
@@ -510,12 +543,15 @@ class GlobalScheduler:
         turn.need = need(request.prompt_tokens, trajectory.covered, expected)
         replica.kv_running += turn.need
         replica.running += 1
+        turn.crowded = replica.running > replica.slots
         replica.running_train += not trajectory.id.validate
         self._footprint(trajectory, trajectory.footprint + request.prompt_tokens + expected)
         replica.residency.grow(self._grown(replica, now))
         hashes = self.hashes_of(request, replica)
         turn.cached = replica.residency.begin(request.key, trajectory.id, hashes, request.prompt_tokens)
         replica.start_sum += now
+        turn.mark = replica.computed_until(now)
+        replica.prefilled += request.prompt_tokens - turn.cached
         busy_until = max(now, replica.prefill_free_at)
         replica.prefill_free_at = busy_until + (request.prompt_tokens - turn.cached) * replica.rates.prefill
 
@@ -560,12 +596,15 @@ class GlobalScheduler:
         lived = now - turn.started
         seconds = result.seconds if result.seconds > 0 else lived
         beside = (replica.running_area - turn.area) / lived - 1.0 if lived > 0 else replica.running - 1.0
+        beside = min(max(0.0, beside), replica.slots - 1.0)
         cached = turn.cached if result.cached_tokens is None else result.cached_tokens
-        computed = max(0, request.prompt_tokens - cached)
-        for rates in (self._fleet, replica.own_rates):
-            rates.observe(computed, result.generated_tokens, max(0.0, beside), seconds)
-        if replica.own_rates.turns == OWN_RATE_TURNS:
-            replica.rates = replica.own_rates
+        if not turn.crowded:
+            # While it lived, the replica computed other prompts too, and it waited for them.
+            others = replica.computed_until(now) - turn.mark - (request.prompt_tokens - turn.cached)
+            computed = max(0, request.prompt_tokens - cached) + max(0, int(others))
+            facts = (computed, result.generated_tokens, beside, seconds)
+            replica.rates = replica.own_rates.observe(self._fleet, *facts)
+            self._fleet.observe(*facts)
         if result.cached_tokens is not None:
             stats.predicted_cached += turn.cached
             stats.reported_cached += result.cached_tokens
@@ -583,6 +622,7 @@ class GlobalScheduler:
         stats = self._stats[trajectory.id.validate]
         stats.placements += 1
         stats.queue_seconds.append(now - turn.submitted)
+        stats.held += now > turn.submitted
         stats.reasons[placement.reason] += 1
         self._count("sched/placements")
         self._count(f"sched/reason/{placement.reason}")
@@ -640,7 +680,7 @@ class GlobalScheduler:
         if replica.running == 0:
             return 0.0
         speed = replica.rates.decode + replica.rates.interference * (replica.running - 1)
-        most = replica.running * self.progress.turn_output.mean
+        most = replica.running * self.progress.turn_output[replica.running_train == 0].mean
         return min(max(0.0, replica.running * now - replica.start_sum) / max(speed, 1e-9), most)
 
     def _refresh_alive(self) -> None:

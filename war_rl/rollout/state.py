@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from war_rl.rollout.cost import ReplicaRates
+from war_rl.rollout.cost import OwnRates, Rates, ReplicaRates
 from war_rl.rollout.residency import Residency
 from war_rl.types import GroupId, TrajectoryId, TurnRequest
 
@@ -22,14 +22,18 @@ class ReplicaInfo:
         kv_tokens: KV cache capacity in tokens, as the engine reports it; 0 where unknown (no bound is kept then).
         block_size: tokens per KV block.
         can_draft: whether drafting is possible there at all.
-        max_running: most requests the engine runs at once.
+        max_running: most requests the engine runs at once; 0 where unknown (no bound is kept then).
     """
 
     id: str
     kv_tokens: int
     block_size: int
     can_draft: bool = True
-    max_running: int = 256
+    max_running: int = 0
+
+
+UNBOUNDED = 1 << 30
+"""Requests that no engine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +245,7 @@ class ReplicaState:
         "last_first",
         "own_rates",
         "prefill_free_at",
+        "prefilled",
         "rates",
         "rejected",
         "residency",
@@ -250,6 +255,7 @@ class ReplicaState:
         "running_train",
         "shared",
         "since",
+        "slots",
         "start_sum",
         "tokens",
         "tokens_train",
@@ -264,18 +270,22 @@ class ReplicaState:
         self.draining = False
         self.version = 0
         """Grows with every change that could let a waiting turn start here."""
-        self.blocked_version = (-1, 0)
+        self.blocked_version: tuple[int, tuple[int, int]] = (-1, (0, 0))
         """The version, and the expected output of a turn, at which none of those waiting to return could start."""
         self.rejected: tuple[int, float, str, int, int] = (-1, 0.0, "", 0, 0)
         """Version, time, turn and its expected KV with which the turn's trajectory was not admitted."""
         self.residency = Residency(info.kv_tokens, info.block_size)
-        self.rates = fleet
-        self.own_rates = ReplicaRates(fleet.priors)
+        self.rates: Rates = fleet
+        self.own_rates = OwnRates()
+        self.prefilled = 0
+        """Prompt tokens it was given to compute so far."""
         self.idle = IdleLedger(patience)
         self.shared = SharedPrompts(info.block_size)
         self.resumed: OrderedDict[str, TurnState] = OrderedDict()
         self.hit_rate = 1.0
         self.kv_capacity = 0.0
+        self.slots = UNBOUNDED
+        """Most requests the engine runs at once, as far as anybody knows."""
         self.resize(info, fill)
         self.running = self.admitted = self.tokens = self.kv_running = self.kv_growth = self.work = 0
         self.running_train = self.tokens_train = 0
@@ -296,6 +306,7 @@ class ReplicaState:
     def resize(self, info: ReplicaInfo, fill: float) -> None:
         self.info = info
         self.kv_capacity = fill * info.kv_tokens if info.kv_tokens > 0 else math.inf
+        self.slots = info.max_running if info.max_running > 0 else UNBOUNDED
 
     def rebuild_residency(self, info: ReplicaInfo) -> None:
         """The engine came back with another cache: nothing is resident."""
@@ -332,6 +343,10 @@ class ReplicaState:
             self.last_first,
             self.work,
         ) = numbers
+
+    def computed_until(self, now: float) -> float:
+        """Prompt tokens it has computed so far, as far as its speed tells."""
+        return self.prefilled - max(0.0, self.prefill_free_at - now) / self.rates.prefill
 
     def integrate(self, now: float) -> None:
         """Account the time since the last change. To be called before ``running`` or ``tokens`` change."""
@@ -387,6 +402,10 @@ class TurnState:
     need: int = 0
     cached: int = 0
     area: float = 0.0
+    mark: float = 0.0
+    """What the replica had computed when it came, in prompt tokens."""
+    crowded: bool = False
+    """Whether the engine's batch was full when it came: its seconds then measure a queue, not the engine's speed."""
 
 
 def need(prompt_tokens: int, covered: int, expected: int) -> int:
@@ -395,7 +414,11 @@ def need(prompt_tokens: int, covered: int, expected: int) -> int:
 
 
 def is_open(replica: ReplicaState, resumed: int, theta: float) -> bool:
-    """Whether the replica could admit some trajectory: nobody waits to return, the engine is not full, KV is left."""
-    if resumed or replica.running >= replica.info.max_running:
+    """Whether the replica could admit some trajectory: nobody waits to return, KV is left.
+
+    A full batch is no reason to hold a turn: the engine's own queue serves first come first served, which lets all
+    trajectories advance together, and a turn that waits there holds no KV.
+    """
+    if resumed:
         return False
     return replica.running == 0 or replica.kv_admitted(theta) < replica.kv_capacity

@@ -14,7 +14,8 @@ class StepStats:
     """Sums of one step. Times in seconds, lengths in tokens."""
 
     placements: int = 0
-    first: int = 0
+    held: int = 0
+    """Placements of turns that had to wait."""
     returns: int = 0
     """Placements of turns of a trajectory that has run before on some replica."""
     sticky: int = 0
@@ -37,6 +38,9 @@ class StepStats:
     waiting: int = 0
     """Turns waiting at this moment; carried over when the step's values are taken."""
     max_waiting: int = 0
+    admitted: int = 0
+    """Trajectories that live on a replica at this moment; carried over as well."""
+    max_admitted: int = 0
     tokens_area: dict[str, float] = field(default_factory=dict)
     """Token-seconds per replica: tokens in flight integrated over time."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
@@ -58,7 +62,9 @@ class StepStats:
             "sched/queue_seconds_p50": float(np.percentile(waits, 50)),
             "sched/queue_seconds_p95": float(np.percentile(waits, 95)),
             "sched/queue_seconds_max": float(waits.max()),
+            "sched/held_turns": float(self.held),
             "sched/waiting_max": float(self.max_waiting),
+            "sched/admitted_max": float(self.max_admitted),
             "sched/replica_tokens_max_over_mean": _max_over_mean(self.tokens_area),
             "sched/replica_seconds_max_over_mean": _max_over_mean(self.busy_seconds),
         }

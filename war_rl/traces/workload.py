@@ -326,3 +326,32 @@ def working_set_tokens(items: Iterable[WorkItem], block_size: int = 16) -> int:
             chain = blake2b(chain + tokens[at : at + block_size].tobytes(), digest_size=12).digest()
             blocks.add(chain)
     return len(blocks) * block_size
+
+
+def least_prefill_tokens(items: Iterable[WorkItem], block_size: int = 16) -> int:
+    """Prompt tokens that must be computed whatever the schedule: the bound for ``prefill_computed_tokens``.
+
+    It is what one replica with an endless cache computes if each turn comes at the best moment. A prefix cache serves
+    whole blocks and never a prompt's last token, so of a prompt of p tokens the ``p - (p - 1) // block_size *
+    block_size`` last ones are computed in any case. Of the blocks before them, each distinct one (with all that
+    precedes it) is computed at least once over all turns and trajectories, unless some turn makes it anyhow: those
+    from a prompt's last block on that fill up while the turn generates. The last token a turn generates is sampled but
+    never computed.
+    """
+    tails = 0
+    wanted: set[bytes] = set()
+    made: set[bytes] = set()
+    for item in items:
+        data = item.tokens().astype("<i4")
+        chain, names = b"", []
+        for at in range(0, len(data) - block_size + 1, block_size):
+            chain = blake2b(chain + data[at : at + block_size].tobytes(), digest_size=12).digest()
+            names.append(chain)
+        prompt = len(item.prompt_tokens)
+        for turn in item.turns:
+            served = (prompt - 1) // block_size
+            tails += prompt - served * block_size
+            wanted.update(names[:served])
+            made.update(names[served : (prompt + len(turn.model_tokens) - 1) // block_size])
+            prompt += len(turn.model_tokens) + len(turn.env_tokens)
+    return tails + len(wanted - made) * block_size

@@ -8,11 +8,15 @@ calls happen on one asyncio loop, so no state needs a lock.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
+
+decisions = logging.getLogger("war_rl.decisions")
+"""Every decision with its reason and the costs compared, and why a turn is held; at DEBUG."""
 
 MIN_WAKEUP_S = 0.001
 """Shortest sleep before the scheduler is asked again, so that a wakeup in the past cannot spin the loop."""
@@ -20,6 +24,10 @@ MIN_WAKEUP_S = 0.001
 
 class NoReplicaError(RuntimeError):
     """There is no replica left that could run the turn."""
+
+
+class LeaseExpired(RuntimeError):
+    """The turn's client has not been heard of for ``war.scheduler.lease_s``; a client that lives asks again."""
 
 
 class SchedulerShell:
@@ -38,26 +46,32 @@ class SchedulerShell:
         self._turns: set[str] = set()
         self._homes: dict[str, str] = {}
         self._wakeup: asyncio.TimerHandle | None = None
+        self._wakeup_at = 0.0
+        self._next_expiry = 0.0
 
     # ------------------------------------------------------------------ turns
 
-    async def acquire(self, request: TurnRequest) -> tuple[str, str]:
+    async def acquire(self, request: TurnRequest, client: str = "") -> tuple[str, str]:
         """Wait until the turn may start. Returns (replica id, the scheduler's reason).
 
-        A caller that is cancelled while it waits has nothing to release.
+        A caller that is cancelled while it waits has nothing to release. ``client`` names who will release the turn;
+        see :meth:`release_client`.
 
         Raises:
             NoReplicaError: there is no replica, or the last one was lost while the turn waited.
             ValueError: a turn with this key waits or runs already.
+            LeaseExpired: the client was taken for dead while the turn waited.
             Exception: what :meth:`turn_away` was given.
         """
         if not self._replicas:
             raise NoReplicaError("No available servers in load balancer")
-        self.scheduler.submit(request, self.clock())
+        self.scheduler.submit(request, self.clock(), client)
         future: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
         self._waiting[request.key] = future
         self._turns.add(request.key)
         self._decide()
+        if decisions.isEnabledFor(logging.DEBUG) and not future.done():
+            decisions.debug("%s held: %s", request.key, self.scheduler.why_waiting(request.key, self.clock()))
         try:
             return await future
         except BaseException:
@@ -87,6 +101,19 @@ class SchedulerShell:
         """The replica on which the turn runs; None while it waits and after it is over."""
         return self._homes.get(key)
 
+    # ------------------------------------------------------------------ clients
+
+    def renew(self, client: str) -> None:
+        """The client is alive."""
+        self.scheduler.renew(client, self.clock())
+
+    def release_client(self, client: str) -> list[str]:
+        """The client is gone: its turns and trajectories end. Returns the keys of the turns."""
+        keys = self.scheduler.release_client(client, self.clock())
+        self._forget(keys)
+        self._decide()
+        return keys
+
     # ------------------------------------------------------------------ trajectories and steps
 
     def finish(self, trajectory: TrajectoryId) -> None:
@@ -113,14 +140,16 @@ class SchedulerShell:
         """
         self._replicas.pop(replica_id, None)
         lost = self.scheduler.remove_replica(replica_id, self.clock(), reason=reason)
-        for key in lost:
-            # The scheduler has forgotten them; their clients' late release must find nothing.
-            self._turns.discard(key)
-            self._homes.pop(key, None)
+        self._forget(lost)
         if not self._replicas:
             self.turn_away(NoReplicaError(f"the last replica is lost: {reason or replica_id}"))
         self._decide()
         return lost
+
+    def drain(self, replica_id: str) -> None:
+        """No turn starts there until :meth:`add` is called again; what runs goes on, what waits goes elsewhere."""
+        self.scheduler.drain_replica(replica_id, self.clock())
+        self._decide()
 
     @property
     def replicas(self) -> dict[str, ReplicaInfo]:
@@ -149,11 +178,25 @@ class SchedulerShell:
 
     # ------------------------------------------------------------------ inside
 
+    def _forget(self, keys: Iterable[str]) -> None:
+        """The scheduler knows these turns no more: their clients' late release must find nothing."""
+        for key in keys:
+            self._turns.discard(key)
+            self._homes.pop(key, None)
+            waiter = self._waiting.pop(key, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(LeaseExpired(f"turn {key}: its client was taken for dead"))
+
+    def _expire(self, now: float) -> None:
+        """Let go of what silent clients hold, looked at a few times per lease."""
+        lease = self.scheduler.config.lease_s
+        if lease > 0 and now >= self._next_expiry:
+            self._next_expiry = now + 0.25 * lease
+            self._forget(self.scheduler.expire(now))
+
     def _decide(self) -> None:
-        if not self._waiting:
-            self._stop_wakeup()
-            return
         now = self.clock()
+        self._expire(now)
         for placement in self.scheduler.decide(now):
             future = self._waiting.get(placement.key)
             if future is None or future.done():
@@ -163,13 +206,24 @@ class SchedulerShell:
             self.scheduler.reserve(placement, now)
             self._homes[placement.key] = placement.replica_id
             future.set_result((placement.replica_id, placement.reason))
-        self._stop_wakeup()
-        at = self.scheduler.next_wakeup(now) if self._waiting else None
-        if at is not None:
-            loop = asyncio.get_running_loop()
-            self._wakeup = loop.call_later(max(MIN_WAKEUP_S, at - now), self._decide)
+            if decisions.isEnabledFor(logging.DEBUG):
+                costs = ", ".join(f"{name} {cost:.3f}" for name, cost in placement.costs.items())
+                decisions.debug(
+                    "%s -> %s: %s [%s]", placement.key, placement.replica_id, placement.reason, costs or "not compared"
+                )
+        self._wake_at(self.scheduler.next_wakeup(now), now)
 
-    def _stop_wakeup(self) -> None:
+    def _wake_at(self, at: float | None, now: float) -> None:
         if self._wakeup is not None:
+            if at is not None and now < self._wakeup_at <= at:
+                # An earlier look does no harm, and a timer for every event would.
+                return
             self._wakeup.cancel()
             self._wakeup = None
+        if at is not None:
+            delay = max(MIN_WAKEUP_S, at - now)
+            self._wakeup, self._wakeup_at = asyncio.get_running_loop().call_later(delay, self._wake), now + delay
+
+    def _wake(self) -> None:
+        self._wakeup = None
+        self._decide()

@@ -358,7 +358,7 @@ def test_statistics_as_json_and_for_prometheus():
         async with cluster(FakeEngine()) as c:
             await c.generate(PROMPT)
             _, body = await c.call("GET", "/war/stats")
-            assert body["policy"] == "least_tokens" and body["values"]["router/requests"] == 1
+            assert body["policy"] == "cost" and body["values"]["router/requests"] == 1
             async with c.client.get("/metrics") as response:
                 text = await response.text()
             assert "war_rl_router_requests 1.0" in text
@@ -422,5 +422,7 @@ def test_flags_reach_the_settings_and_nonsense_is_refused():
     assert config.host == "127.0.0.1" and config.corpus.window_steps == 2
     with pytest.raises(ConfigError, match="migrate_maxx"):
         parse_args(["--scheduler", "migrate_maxx=0"])
+    with pytest.raises(ConfigError, match="engine_priority"):
+        parse_args(["--scheduler", "engine_priority=true"])
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         parse_args(["--scheduler", "migrate_max"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import ray
 
 from war_rl.trainers.verl import health
-from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, probe, raise_if_dead
+from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, check_router, probe, raise_if_dead
+from war_rl.trainers.verl.router import RouterLost
 
 
 def server(errored: bool, exitcode: int | None = None):
@@ -46,3 +48,30 @@ def test_every_dead_replica_is_named():
     raise_if_dead([ReplicaHealth("a", "")])
     with pytest.raises(ReplicaDead, match=r"replica b is dead: x; rollout replica c is dead: y"):
         raise_if_dead([ReplicaHealth("a", ""), ReplicaHealth("b", "x"), ReplicaHealth("c", "y")])
+
+
+class FakeRouter:
+    """Answers ``is_configured.remote()`` through a stand-in for ray.get."""
+
+    def __init__(self, answer):
+        self.is_configured = SimpleNamespace(remote=lambda: answer)
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (False, "started again"),
+        (ray.exceptions.GetTimeoutError(), "has not answered for 3 s"),
+        (ray.exceptions.RayActorError(), "is gone"),
+    ],
+)
+def test_a_router_that_is_lost_stops_the_run(monkeypatch, answer, words):
+    def get(ref, timeout):
+        if isinstance(ref, Exception):
+            raise ref
+        return ref
+
+    monkeypatch.setattr(health.ray, "get", get)
+    check_router(FakeRouter(True), 3.0)
+    with pytest.raises(RouterLost, match=words):
+        check_router(FakeRouter(answer), 3.0)

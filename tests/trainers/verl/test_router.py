@@ -2,12 +2,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
 from war_rl.config import WarConfig, to_dict
-from war_rl.trainers.verl.router import Router
+from war_rl.trainers.verl.router import Router, RouterLost
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
 INFO = {"kv_tokens": 10_000, "block_size": 16, "max_running": 16, "can_draft": True}
@@ -24,14 +23,12 @@ def turn(uid: str, session: int, number: int, tokens: int = 100) -> TurnRequest:
     return TurnRequest(f"{uid}/{session}/{number}", TrajectoryId(uid, session, 1), number, tokens)
 
 
-def test_a_trajectory_stays_where_it_started_and_new_ones_spread_by_tokens():
+def test_a_trajectory_stays_where_it_started_and_others_start_elsewhere():
     async def main():
         router = make()
         home, handle, _ = await router.acquire_turn(turn("a", 0, 0, tokens=1000))
         assert handle == f"handle{home[1:]}"
-        # The long trajectory weighs more than three short ones: counts would have put one of them beside it.
-        others = [(await router.acquire_turn(turn("b", i, 0, tokens=10)))[0] for i in range(3)]
-        assert set(others) == {"s0", "s1"} - {home}
+        assert (await router.acquire_turn(turn("b", 0, 0, tokens=10)))[0] != home
         for number in range(1, 4):
             router.release_turn(f"a/0/{number - 1}", TurnResult(generated_tokens=10))
             assert (await router.acquire_turn(turn("a", 0, number, tokens=1000 + number)))[0] == home
@@ -51,32 +48,6 @@ def test_a_lost_replica_is_forgotten_and_its_late_releases_are_harmless():
         router.lose_server(again, "killed")
         with pytest.raises(RuntimeError, match="No available servers"):
             await router.acquire_turn(turn("a", 0, 2))
-
-    asyncio.run(main())
-
-
-def test_nothing_leaks_under_many_turns_and_random_cancellation():
-    async def main():
-        rng = random.Random(0)
-        router = make()
-
-        async def one(i: int) -> None:
-            request = turn("g", i, 0, tokens=rng.randint(1, 500))
-            await asyncio.sleep(rng.random() / 100)
-            await router.acquire_turn(request)
-            try:
-                await asyncio.sleep(rng.random() / 50)
-            finally:
-                router.release_turn(request.key, None if rng.random() < 0.3 else TurnResult(generated_tokens=5))
-                router.finish_trajectory(request.trajectory)
-
-        tasks = [asyncio.create_task(one(i)) for i in range(2000)]
-        await asyncio.sleep(0.01)
-        for task in rng.sample(tasks, 500):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert router.snapshot() == {"running": {"s0": 0, "s1": 0}, "waiting": 0}
-        assert router.get_total_inflight() == 0
 
     asyncio.run(main())
 
@@ -117,3 +88,40 @@ def test_the_feed_goes_to_replicas_that_can_draft_only():
     router = Router({"s0": "handle0", "s1": "handle1"}, {})
     router.configure(to_dict(WarConfig()), {"s0": INFO, "s1": {**INFO, "can_draft": False}})
     assert router.get_server_handles() == {"s0": "handle0"}
+
+
+def test_a_router_that_was_started_again_stops_the_run_with_a_clear_message():
+    async def main():
+        router = Router({"s0": "handle"}, {})
+        assert not router.is_configured()
+        with pytest.raises(RouterLost, match="started again"):
+            await router.acquire_turn(turn("a", 0, 0))
+        # verl's own calls, which know no trajectories, need no memory.
+        assert (await router.acquire_server("r"))[0] == "s0"
+
+    asyncio.run(main())
+
+
+def test_what_a_dead_client_held_is_free_and_a_drained_replica_rests():
+    async def main():
+        router = make()
+        home, _, _ = await router.acquire_turn(turn("a", 0, 0), "worker-1")
+        assert router.release_client("worker-1") == 1 and router.get_total_inflight() == 0
+        router.drain_server(home)
+        for i in range(3):
+            assert (await router.acquire_turn(turn("b", i, 0)))[0] != home
+        router.resume_server(home)
+        assert (await router.acquire_turn(turn("c", 0, 0)))[0] == home
+
+    asyncio.run(main())
+
+
+def test_a_server_that_says_nothing_of_itself_is_not_held_back():
+    async def main():
+        router = make(1)
+        router.remove_servers(["s0"])
+        router.add_servers({"new": "handle"})
+        for i in range(100):
+            assert (await asyncio.wait_for(router.acquire_turn(turn("a", i, 0)), 5.0))[0] == "new"
+
+    asyncio.run(main())

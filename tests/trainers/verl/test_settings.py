@@ -63,6 +63,7 @@ def test_the_settings_reach_the_replicas_through_verls_extension_point():
         (["trainer.v1.trainer_mode=separate_async"], ["trainer.v1.trainer_mode='separate_async'", "war_sync"]),
         (["trainer.use_v1=False"], ["trainer.use_v1"]),
         (["actor_rollout_ref.rollout.router_config_path=x.yaml"], ["router_config_path", "trainer.rollout=vllm"]),
+        (["war.scheduler.engine_priority=True"], ["scheduling_policy='fcfs'", "set that to priority"]),
         (["actor_rollout_ref.rollout.full_determinism=True"], ["full_determinism", "leave it False"]),
     ],
 )
@@ -98,6 +99,11 @@ def test_on_cpus_an_engine_is_one_process_unless_it_needs_several_workers():
 
     assert executor() == executor("trainer.rollout=vllm") == settings.ONE_PROCESS
     assert executor("actor_rollout_ref.rollout.tensor_model_parallel_size=2") is None
+
+
+def test_engine_priority_goes_with_vllms_priority_scheduling():
+    c = config("war.scheduler.engine_priority=True", "actor_rollout_ref.rollout.scheduling_policy=priority")
+    assert settings.check(c).scheduler.engine_priority
 
 
 def test_one_line_says_who_can_draft_and_what_that_costs():

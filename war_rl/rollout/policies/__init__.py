@@ -9,16 +9,15 @@ from war_rl.config import ConfigError, SchedulerConfig
 from war_rl.rollout.context import Policy
 from war_rl.rollout.policies.cache_aware import CacheAware
 from war_rl.rollout.policies.cost import CostPolicy
-from war_rl.rollout.policies.sticky import LeastTokens, RoundRobin, StickyLeastInflight
+from war_rl.rollout.policies.sticky import RoundRobin, StickyLeastInflight
 from war_rl.rollout.policies.war import War
 
 POLICIES: dict[str, type[Policy]] = {
     "cost": CostPolicy,
-    "least_tokens": LeastTokens,
-    "round_robin": RoundRobin,
+    "war": War,
     "sticky_least_inflight": StickyLeastInflight,
     "cache_aware": CacheAware,
-    "war": War,
+    "round_robin": RoundRobin,
 }
 
 

@@ -13,7 +13,7 @@ class CostPolicy(Policy):
     """Order of service:
 
     1. Turns that return to their replica, oldest first (a sandbox about to die first of all). They start while the KV
-       of the running turns fits and the engine is not full. One that must wait moves if that saves
+       of the running turns fits. One that must wait moves if that saves
        ``migrate_margin_s`` and a factor ``migrate_ratio`` of waiting and prefill, in a tool gap, at most
        ``migrate_max`` times.
     2. Turns whose replica is lost or draining: to the cheapest replica that admits them.
@@ -45,7 +45,10 @@ class CostPolicy(Policy):
             if ahead == 0 and context.fits(turn, home):
                 drafter = self._drafter_for(turn, home, context)
                 if drafter is None:
-                    context.place(turn, home, "sticky")
+                    # Nothing is compared: the context is here, and it starts now. Costs are for those who look.
+                    looked = self.config.explain > 0
+                    costs = {r.id: context.cost(turn, r).total for r in context.replicas} if looked else None
+                    context.place(turn, home, "sticky", costs)
                 else:
                     context.place(turn, drafter[0], "to_drafter", drafter[1])
                 continue

@@ -29,16 +29,6 @@ class Sticky(PerTurnPolicy):
         """What is compared; shown in the placement's costs."""
 
 
-class LeastTokens(Sticky):
-    """First placement: fewest tokens in flight; ties go to a replica that drafts, then to the longest not chosen."""
-
-    def first(self, turn: TurnView, context: Context) -> ReplicaView:
-        return min(context.replicas, key=lambda r: (r.tokens, not r.can_draft, r.last_first))
-
-    def load(self, replica: ReplicaView) -> float:
-        return float(replica.tokens)
-
-
 class RoundRobin(Sticky):
     """First placement: the replica that was chosen longest ago."""
 

@@ -83,9 +83,14 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterConfig:
     settings = dict(_setting(text) for text in args.scheduler)
     if args.policy is not None:
         settings["policy"] = args.policy
+    scheduler = load_config({"scheduler": settings}).scheduler
+    if scheduler.engine_priority:
+        raise ConfigError(
+            "--scheduler engine_priority=true: SGLang's engines get no priority from this router; leave it out"
+        )
     return RouterConfig(
         worker_urls=tuple(args.worker_urls),
-        scheduler=load_config({"scheduler": settings}).scheduler,
+        scheduler=scheduler,
         corpus=CorpusConfig(
             enabled=not args.no_corpus, **{name: getattr(args, f"corpus_{name}") for name in _CORPUS_FLAGS}
         ),

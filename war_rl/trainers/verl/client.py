@@ -14,19 +14,26 @@ from typing import Any
 from uuid import uuid4
 
 import ray
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from war_rl.engines.vllm.fixes.seed import refuse_seed
 from war_rl.rollout.blocks import PromptHasher
+from war_rl.trainers.shell import LeaseExpired
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
 from war_rl.trainers.verl.feed import FeedPublisher
+from war_rl.trainers.verl.lease import Heartbeat, client_name
+from war_rl.trainers.verl.router import RouterLost
 from war_rl.trainers.verl.settings import war_config
 from war_rl.types import FeedItem, TrajectoryId, TurnRecord, TurnRequest, TurnResult, as_tokens, encode_request_id
 
 logger = logging.getLogger(__name__)
 
 _TURN: ContextVar[TurnRecord | None] = ContextVar("war_turn", default=None)
+LEASE_TRIES = 3
+"""How often a turn is asked for whose client the router has taken for dead although it lives."""
+
 _KEY: ContextVar[str] = ContextVar("war_turn_key", default="")
 
 
@@ -86,6 +93,12 @@ class WarClient(MeasuredClient):
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self._publisher: FeedPublisher | None = None
         self._block_size: int | None = None
+        self._name = ""
+        self._heartbeat: Heartbeat | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to a process stays there: each has its own feed, name and lease.
+        return {**self.__dict__, "_publisher": None, "_name": "", "_heartbeat": None}
 
     @property
     def publisher(self) -> FeedPublisher:
@@ -147,16 +160,46 @@ class WarClient(MeasuredClient):
             block_hashes=() if has_media else await self._block_hashes(episode, prompt_ids),
         )
         asked = time.monotonic()
-        server_id, server, reason = await self._load_balancer.acquire_turn.remote(request)
+        server_id, server, reason = await self._place(request)
         if turn is not None:
             turn.queue_seconds += time.monotonic() - asked
             turn.replica, turn.reason = server_id, reason
         return server_id, server
 
+    async def _place(self, request: TurnRequest) -> tuple[str, ray.actor.ActorHandle, str]:
+        """Ask the router, and hold a lease with it from the first time on.
+
+        Raises:
+            RouterLost: it does not live, or does not remember.
+        """
+        if self._heartbeat is None:
+            self._name = client_name()
+            self._heartbeat = Heartbeat(self._renew, war_config(self.config).scheduler.lease_s)
+        for attempt in range(LEASE_TRIES):
+            try:
+                return tuple(await self._load_balancer.acquire_turn.remote(request, self._name))
+            except LeaseExpired:
+                # This process was stopped or cut off for longer than the lease.
+                logger.warning("the router had given up on %s; asking again", self._name)
+                if attempt + 1 == LEASE_TRIES:
+                    raise
+            except RayActorError as error:
+                raise RouterLost(f"the router actor is gone ({error}); the run cannot go on") from error
+        raise AssertionError("unreachable")
+
+    def _renew(self) -> bool:
+        if not ray.is_initialized():
+            return False
+        self._load_balancer.renew.remote(self._name)
+        return True
+
     async def _block_hashes(self, episode: Episode | None, prompt_ids: list[int]) -> tuple[int, ...]:
         """Hashes of the prompt's full KV blocks, made here so that tokens need not travel to the router."""
         if self._block_size is None:
-            self._block_size = int(await self._load_balancer.get_block_size.remote())
+            try:
+                self._block_size = int(await self._load_balancer.get_block_size.remote())
+            except RayActorError as error:
+                raise RouterLost(f"the router actor is gone ({error}); the run cannot go on") from error
         if episode is None or not self._block_size:
             return ()
         if episode.hasher is None:

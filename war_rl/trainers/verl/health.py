@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is every replica alive, and if not, what killed it?
+"""Are every replica and the router alive, and if not, what killed them?
 
 A dead vLLM engine reaches the trainer only as failed trajectories; its cause stands in the engine's own log. The probe
 below runs inside the server actor (War-RL's or verl's stock one alike) and brings the cause along.
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+
+from war_rl.trainers.verl.router import RESTARTED, RouterLost
 
 
 class ReplicaDead(RuntimeError):
@@ -86,6 +88,20 @@ def check_replicas(servers: dict[str, Any], timeout_s: float) -> list[ReplicaHea
             cause = f"its actor is gone: {error}"
         result.append(ReplicaHealth(server_id, cause))
     return result
+
+
+def check_router(router: Any, timeout_s: float) -> None:
+    """Raises:
+    RouterLost: War-RL's router actor is gone, was started again, or does not answer.
+    """
+    try:
+        configured = ray.get(router.is_configured.remote(), timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RouterLost(f"the router actor has not answered for {timeout_s:g} s; the run cannot go on") from error
+    except ray.exceptions.RayActorError as error:
+        raise RouterLost(f"the router actor is gone ({error}); the run cannot go on") from error
+    if not configured:
+        raise RouterLost(RESTARTED)
 
 
 def raise_if_dead(health: list[ReplicaHealth]) -> None:

@@ -18,7 +18,8 @@ import ray
 from war_rl.config import WarConfig
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
 from war_rl.progress import Progress, ProgressLine
-from war_rl.trainers.verl.health import ReplicaDead, check_replicas, raise_if_dead
+from war_rl.trainers.verl.health import ReplicaDead, check_replicas, check_router, raise_if_dead
+from war_rl.trainers.verl.router import RouterLost
 from war_rl.types import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class RolloutObserver:
 
         Raises:
             ReplicaDead: a replica died; names it and its engine's own error.
+            RouterLost: the router died, or was started again.
         """
         now = time.monotonic()
         if now >= self._next_health:
@@ -78,14 +80,17 @@ class RolloutObserver:
     def check_health(self) -> None:
         """Raises:
         ReplicaDead: a replica is dead.
+        RouterLost: the router is.
         """
         raise_if_dead(check_replicas(self._servers, self._war.fault.health_timeout_s))
+        if self._is_war:
+            check_router(self._router, self._war.fault.health_timeout_s)
 
     def explain(self, error: BaseException) -> BaseException:
         """What to report for a rollout that failed with ``error``: a dead replica, their own errors, or itself."""
         try:
             self.check_health()
-        except ReplicaDead as dead:
+        except (ReplicaDead, RouterLost) as dead:
             return dead
         errors = [text for state in self._call_workers("war_progress") for text in state["errors"]]
         if not errors:
@@ -153,7 +158,11 @@ class RolloutObserver:
         """Load regime of each replica, by the drafting threshold; nothing for the stock rollout."""
         if not self._is_war:
             return {}
-        running = ray.get(self._router.snapshot.remote(), timeout=_CALL_TIMEOUT_S)["running"]
+        try:
+            running = ray.get(self._router.snapshot.remote(), timeout=_CALL_TIMEOUT_S)["running"]
+        except ray.exceptions.RayError:
+            # The next look at everybody's health says what is wrong, and stops the run.
+            return {}
         limit = self._war.spec.max_running
         return {f"replica{i}": "high" if count > limit else f"low({count})" for i, count in enumerate(running.values())}
 

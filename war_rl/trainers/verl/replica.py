@@ -13,6 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from war_rl.config import ConfigError, WarConfig, load_config
+from war_rl.types import engine_priority
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,9 @@ class WarHttpServer(vLLMHttpServer):
         return [] if eos is None else [int(eos)]
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        if self._war.scheduler.engine_priority:
+            # verl's client passes priorities to its own rollout only; the request id says all that is needed.
+            kwargs["priority"] = engine_priority(kwargs["request_id"])
         output = await super().generate(*args, **kwargs)
         output.extra_fields["war_replica"] = self.replica_rank
         return output

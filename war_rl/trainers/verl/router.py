@@ -16,13 +16,22 @@ import ray
 
 from war_rl.config import SchedulerConfig, load_config
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
-from war_rl.trainers.shell import SchedulerShell
+from war_rl.trainers.shell import SchedulerShell, decisions
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
 logger = logging.getLogger(__name__)
 
 # One waiting turn occupies one slot of the actor; far above what a step can have in flight.
 MAX_WAITING = 200_000
+
+RESTARTED = (
+    "the router was started again and has lost which turns run where; the run cannot go on. Restart it: training "
+    "resumes from its last checkpoint"
+)
+
+
+class RouterLost(RuntimeError):
+    """The router actor is gone, or came back without what it knew. The run must stop: no turn can be placed."""
 
 
 class Router:
@@ -34,6 +43,7 @@ class Router:
         self._infos: dict[str, ReplicaInfo] = {}
         self._by_request: dict[str, list[str]] = {}
         self._shell = SchedulerShell(GlobalScheduler(SchedulerConfig()))
+        self._configured = False
         self.add_servers(dict(servers))
 
     # ------------------------------------------------------------------ War-RL's own calls
@@ -48,19 +58,41 @@ class Router:
         """
         if self._shell.inflight:
             raise RuntimeError("the router cannot be configured while turns are running")
-        self._shell = SchedulerShell(GlobalScheduler(load_config(war).scheduler, seed=seed))
+        scheduler = load_config(war).scheduler
+        self._shell = SchedulerShell(GlobalScheduler(scheduler, seed=seed))
+        self._configured = True
+        if scheduler.explain:
+            _log_decisions()
         for server_id in self._servers:
             self._infos[server_id] = _replica_info(server_id, infos.get(server_id, {}))
             self._shell.add(self._infos[server_id])
 
-    async def acquire_turn(self, request: TurnRequest) -> tuple[str, Any, str]:
+    def is_configured(self) -> bool:
+        """False in a router that was started again: it has lost what it knew, see :class:`RouterLost`."""
+        return self._configured
+
+    async def acquire_turn(self, request: TurnRequest, client: str = "") -> tuple[str, Any, str]:
         """Wait until the turn may start. Returns (server id, server handle, reason).
 
+        ``client`` names the calling process; what it holds is released when it falls silent (:meth:`renew`).
+
         Raises:
-            RuntimeError: there is no replica left.
+            RouterLost: this router was started again in the middle of a run.
+            NoReplicaError: there is no replica left.
+            LeaseExpired: the client was taken for dead; one that lives asks again.
         """
-        server_id, reason = await self._shell.acquire(request)
+        if not self._configured:
+            raise RouterLost(RESTARTED)
+        server_id, reason = await self._shell.acquire(request, client)
         return server_id, self._servers[server_id], reason
+
+    def renew(self, client: str) -> None:
+        """The client process lives."""
+        self._shell.renew(client)
+
+    def release_client(self, client: str) -> int:
+        """The client process is gone: its turns and trajectories end. Returns how many turns that were."""
+        return len(self._shell.release_client(client))
 
     def release_turn(self, key: str, result: TurnResult | None) -> None:
         """The turn is over; None when it was cancelled. A second release of one turn is ignored."""
@@ -81,6 +113,18 @@ class Router:
         lost = self._shell.lose(server_id, reason)
         logger.error("replica %s is lost (%s); %d turns must run elsewhere", server_id, reason, len(lost))
 
+    def drain_server(self, server_id: str) -> None:
+        """No turn starts there until :meth:`resume_server`; for a weight update of one replica at a time."""
+        self._shell.drain(server_id)
+
+    def resume_server(self, server_id: str) -> None:
+        """The replica takes turns again.
+
+        Raises:
+            KeyError: there is no such replica.
+        """
+        self._shell.add(self._infos[server_id])
+
     def get_block_size(self) -> int:
         """Tokens in a KV block, for the clients' hashes; 0 where replicas differ or did not say."""
         sizes = {info.block_size for info in self._infos.values()}
@@ -95,8 +139,16 @@ class Router:
         return dict(self._shell.scheduler.take_step_stats(validate))
 
     def snapshot(self) -> dict[str, Any]:
-        """State for the progress line and for debugging."""
+        """State for the progress line and for debugging: turns running by replica, and turns held here."""
         return {"running": self._shell.running(), "waiting": self._shell.waiting}
+
+    def explanations(self) -> list[dict[str, Any]]:
+        """The last ``war.scheduler.explain`` decisions; see :meth:`GlobalScheduler.explanations`."""
+        return self._shell.scheduler.explanations()
+
+    def counters(self) -> dict[str, float]:
+        """Cumulative counts and present gauges of the scheduler."""
+        return self._shell.scheduler.counters()
 
     # ------------------------------------------------------------------ verl's RequestLoadBalancer protocol
 
@@ -109,8 +161,8 @@ class Router:
             prompt_tokens=len(extra.get("prompt_ids") or ()),
         )
         self._by_request.setdefault(request_id, []).append(request.key)
-        server_id, handle, _ = await self.acquire_turn(request)
-        return server_id, handle
+        server_id, _ = await self._shell.acquire(request)
+        return server_id, self._servers[server_id]
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         keys = self._by_request.get(request_id or "", [])
@@ -168,6 +220,16 @@ def _replica_info(server_id: str, info: Mapping[str, Any]) -> ReplicaInfo:
         can_draft=bool(info.get("can_draft", True)),
         max_running=int(info.get("max_running", 0)),
     )
+
+
+def _log_decisions() -> None:
+    """Show every decision in this process's log, whatever level the process logs at otherwise."""
+    decisions.setLevel(logging.DEBUG)
+    if not decisions.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s decision: %(message)s"))
+        decisions.addHandler(handler)
+        decisions.propagate = False
 
 
 @ray.remote(num_cpus=0, max_concurrency=MAX_WAITING)

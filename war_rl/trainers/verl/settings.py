@@ -90,6 +90,11 @@ def _check_rollout(config: DictConfig, war: WarConfig) -> None:
             "actor_rollout_ref.rollout.disaggregation.enabled=True is not supported by trainer.rollout=war; "
             "use trainer.rollout=vllm"
         )
+    if war.scheduler.engine_priority and rollout.scheduling_policy != "priority":
+        raise ConfigError(
+            f"war.scheduler.engine_priority=True has no effect under actor_rollout_ref.rollout.scheduling_policy="
+            f"{rollout.scheduling_policy!r}: set that to priority, or leave engine_priority False"
+        )
     if war.spec.drafts_on(0) and rollout.mtp is not None and rollout.mtp.get("enable_rollout"):
         raise ConfigError(
             "actor_rollout_ref.rollout.mtp.enable_rollout=True and War-RL's drafting exclude each other: "
