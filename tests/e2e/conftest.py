@@ -85,9 +85,17 @@ def run_training(
         code,
         text,
         seconds_after_action=time.monotonic() - acted if acted else 0.0,
-        left_processes=[" ".join(p.cmdline())[:200] for p in family if p.is_running()],
+        left_processes=[line for line in map(_command_line, family) if line],
         left_shared_memory=sorted(set(os.listdir("/dev/shm")) - shared_before),
     )
+
+
+def _command_line(process: psutil.Process) -> str:
+    """What a process runs; "" when it has ended, even if nobody has asked for its exit code yet."""
+    try:
+        return " ".join(process.cmdline())[:200]
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
 
 
 @pytest.fixture(scope="session")
