@@ -64,6 +64,11 @@ class Request:
     draft: list[int] = field(default_factory=list)
     rate: tuple[float, float] = (1.0, 0.0)
     """Tokens committed and drafted per step where it drafts; for draws from a measured distribution."""
+    kind: str = "own"
+    """Whose text it could be drafted from, see :mod:`war_rl.sim.drafts`."""
+    verified: int = 0
+    """Decode steps, and the tokens drafted in them; only while a drafter looks at the text."""
+    drafted: int = 0
 
 
 @dataclass(slots=True)
@@ -325,6 +330,8 @@ class Replica:
         if self.drafts is not None:
             for request, left, count in zip(self.running, self._left.tolist(), done.tolist(), strict=True):
                 request.generated, request.sampled = request.target - round(left), round(count)
+                request.verified += steps
+                request.drafted += len(request.draft)
         over = np.flatnonzero(self._left < 0.5)
         if not len(over):
             return []

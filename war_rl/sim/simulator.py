@@ -270,8 +270,10 @@ class Simulation:
         work = live.work
         request = Request(placement.key, work, live.turn, turn.prompt, work.turns[live.turn].model)
         acceptance = self.setup.acceptance
-        if acceptance is not None and self.setup.spec.policy != "off":
-            request.rate = acceptance.draw(self._kind(live, placement.replica_id), f"{self.setup.seed}/{placement.key}")
+        if self.setup.spec.policy != "off":
+            request.kind = self._kind(live, placement.replica_id)
+            if acceptance is not None:
+                request.rate = acceptance.draw(request.kind, f"{self.setup.seed}/{placement.key}")
         self._push(now + self.setup.times.send_s, "reach", (turn.replica, request))
 
     def _kind(self, live: _Live, replica: str) -> str:
@@ -298,6 +300,7 @@ class Simulation:
         live, work = turn.live, turn.live.work
         result = TurnResult(request.target, request.cached, request.preemptions, self.now - turn.started)
         self._tell("release", (request.key, result))
+        self._tell("turn", request)
         self.router.release(request.key, result, self.now)
         self._plan_wake()
         played = work.turns[live.turn]
