@@ -260,9 +260,13 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         Command("train", "run a training whose rollouts War-RL does (Hydra overrides pass through)", _train),
-        Command("bench", "measure: whole rollouts on recorded work (rollout), the drafter alone (drafter)", _bench),
+        Command(
+            "bench", "measure: whole rollouts (rollout), engine steps (calibrate), the drafter alone (drafter)", _bench
+        ),
         Command("replay", "what drafting would bring on recorded trajectories, without an engine", _replay),
-        Command("simulate", "what a rollout would take on a cluster: the real scheduler over modelled engines", _simulate),
+        Command(
+            "simulate", "what a rollout would take on a cluster: the real scheduler over modelled engines", _simulate
+        ),
         Command("prepare", "make the demo's model folder and data set", _prepare),
         Command("doctor", "check versions, platform and seams; say what is missing and how to mend it", _doctor),
     )

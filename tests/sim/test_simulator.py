@@ -18,8 +18,8 @@ from war_rl.sim.engine import EngineSettings
 from war_rl.sim.simulator import Setup, Simulation, simulate
 from war_rl.sim.times import StepTimes
 from war_rl.sim.work import Shape, from_items, make_work, working_set
-from war_rl.trainers.shell import SchedulerShell
 from war_rl.traces.workload import WorkItem, WorkTurn
+from war_rl.trainers.shell import SchedulerShell
 from war_rl.types import TrajectoryId
 
 TIMES = StepTimes(0.02, 0.001, 1e-6, 0.0005, send_s=0.003, return_s=0.002)

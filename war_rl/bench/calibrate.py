@@ -189,7 +189,7 @@ def _parse(argv: Sequence[str]) -> tuple[Options, int]:
     parser.add_argument("--model", default="", help="model folder or name (what `war-rl prepare` makes)")
     parser.add_argument("--replicas", type=int, default=2, help="engines of each side, run together (%(default)s)")
     parser.add_argument("--kv-tokens", type=int, default=16384, help="KV cache of each replica (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="how often each probe runs (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=1, help="how often each probe runs (%(default)s)")
     parser.add_argument("--json", required=True, metavar="FILE", help="where the result goes")
     parser.add_argument("--progress", choices=MODES, default="auto", help="progress lines (%(default)s)")
     parser.add_argument("--verbose", action="store_true", help="show what Ray and the engines print")

@@ -194,5 +194,5 @@ class BlockCache:
                 edge = found.low
             assert edge == node.held, segment
             idle += node.resident - node.held
-        assert idle == self.evictable and 0 <= self.blank
+        assert idle == self.evictable and self.blank >= 0
         assert self.blank + sum(n.resident for n in self._nodes.values()) <= self.capacity

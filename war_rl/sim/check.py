@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from war_rl.bench.presets import Settings
@@ -70,8 +70,8 @@ def side_setup(
     if rollout not in times:
         raise ValueError(f"no step times for {rollout}; there are {', '.join(times)}")
     settings = settings_of(report)
-    war = load_config(_war_section(given["overrides"].get(side, ())))
-    scheduler, spec = war.scheduler, _limited(war.spec, settings.draft_tokens)
+    war = load_config(war_section(given["overrides"].get(side, ())))
+    scheduler, spec = war.scheduler, replace(war.spec, max_draft_tokens=settings.draft_tokens)
     policy = scheduler.policy
     if rollout == "vllm":
         policy, scheduler = "stock", SchedulerConfig(policy="sticky_least_inflight")
@@ -91,13 +91,7 @@ def side_setup(
     return policy, setup
 
 
-def _limited(spec: SpecConfig, most: int) -> SpecConfig:
-    from dataclasses import replace
-
-    return replace(spec, max_draft_tokens=most)
-
-
-def _war_section(overrides: Sequence[str]) -> dict[str, Any]:
+def war_section(overrides: Sequence[str]) -> dict[str, Any]:
     """The ``war:`` section that Hydra overrides make; others do not concern the simulation."""
     section: dict[str, Any] = {}
     for text in overrides:
@@ -160,8 +154,8 @@ def _same_work(name: str, side: str, measured: Mapping[str, int], result: StepRe
     for kind in ("turns", "generated_tokens", "requested_prompt_tokens"):
         if measured[kind] != getattr(result, kind):
             raise ValueError(
-                f"{name}, {side}: {kind.replace('_', ' ')} measured {measured[kind]}, simulated {getattr(result, kind)}: "
-                "this is not the recording that was replayed; name it with --trace and --format"
+                f"{name}, {side}: {kind} measured {measured[kind]}, simulated {getattr(result, kind)}: "
+                "not the recording that was replayed; name that with --trace and --format"
             )
 
 
@@ -223,8 +217,12 @@ def table(rows: Sequence[Compared], found: Mapping[str, Any]) -> str:
             )
         )
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = ["  ".join(cell.rjust(w) if i > 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines]
+    text = [
+        "  ".join(
+            cell.rjust(w) if i > 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
     for kind in ("seconds", "computed"):
         if f"{kind}_median_error" in found:
             text.append(

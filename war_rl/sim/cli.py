@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from war_rl.config import ConfigError, SchedulerConfig, SpecConfig
+from war_rl.config import ConfigError, SchedulerConfig, SpecConfig, load_config
 from war_rl.sim.drafts import Acceptance
 from war_rl.sim.engine import EngineSettings
 from war_rl.sim.presets import Preset, presets
@@ -60,7 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--preset", choices=list(known), default="war-paper", help="engines, and work unless there is a --trace")
-    add("--policy", default="stock,cost", help="schedulers to compare; stock is verl's router without drafts (%(default)s)")
+    add(
+        "--policy",
+        default="stock,cost",
+        help="schedulers to compare; stock is verl's router without drafts (%(default)s)",
+    )
     add("--draft", choices=("off", "war", "budget"), default="off", help="drafting of all but stock (%(default)s)")
     add("--replicas", type=int, help="number of engines")
     add("--kv-tokens", type=int, help="KV cache of each replica")
@@ -131,7 +135,7 @@ def load_acceptance(file: str, policy: str) -> Acceptance:
         data = json.loads(Path(file).read_text(encoding="utf-8"))
     else:
         data = json.loads((resources.files("war_rl.sim") / "data" / "acceptance.json").read_text(encoding="utf-8"))
-    return Acceptance.from_json(data[policy] if policy in data else data)
+    return Acceptance.from_json(data.get(policy, data))
 
 
 def load_items(options: argparse.Namespace) -> tuple[Any, Any, str]:
@@ -202,7 +206,9 @@ def _work(options: argparse.Namespace, preset: Preset) -> tuple[list[SimTrajecto
     }
     if options.trace:
         if given:
-            raise ValueError(f"--{next(iter(given))} shapes made-up work and contradicts --trace: use --tasks and --trials")
+            raise ValueError(
+                f"--{next(iter(given))} shapes made-up work and contradicts --trace: use --tasks and --trials"
+            )
         work, _, _ = load_items(options)
         return from_items(work.items, BLOCK, options.repeat), f"{options.fmt}: {', '.join(options.trace)}"
     return make_work(replace(preset.shape, **given), preset.engine.block_size, options.seed), "made up"
@@ -223,22 +229,25 @@ def _engine(options: argparse.Namespace, preset: Preset, work: Sequence[SimTraje
         wanted = int(working_set(work, engine.block_size) / options.load / replicas)
         least = max(t.context for t in work) + 2 * engine.block_size
         if wanted < least:
-            raise ValueError(f"--load {options.load}: {wanted} KV tokens per replica do not hold a trajectory of {least}")
+            raise ValueError(
+                f"--load {options.load}: {wanted} KV tokens per replica do not hold a trajectory of {least}"
+            )
         engine = replace(engine, kv_tokens=wanted)
     return engine
 
 
 def _setup(options: argparse.Namespace, preset: Preset, engine: EngineSettings, policy: str, text: bool) -> Setup:
-    from war_rl.sim.check import _war_section
+    from war_rl.sim.check import war_section
 
     times = preset.times
     if options.times:
         found = load_times(options.times)
         wanted = "vllm" if policy == STOCK else "war"
         times = found.get(wanted, next(iter(found.values())))
-    section = _war_section([f"war.scheduler.{text}" for text in options.scheduler]).get("scheduler", {})
     stock = policy == STOCK
-    scheduler = SchedulerConfig(policy="sticky_least_inflight" if stock else policy, **({} if stock else section))
+    changes = [] if stock else [f"war.scheduler.{text}" for text in options.scheduler]
+    changes.append(f"war.scheduler.policy={'sticky_least_inflight' if stock else policy}")
+    scheduler = load_config(war_section(changes)).scheduler
     draft = "off" if stock else options.draft
     acceptance = None if draft == "off" or text else load_acceptance(options.acceptance, draft)
     return Setup(
@@ -311,8 +320,10 @@ def _acceptance(argv: Sequence[str]) -> int:
     for policy, found in document.items():
         for kind in ("own", "sibling"):
             rates = found[kind]
-            print(f"{policy}, {kind}: {len(rates) / sum(1 / m for m, _ in rates):.2f} tokens committed per step, "
-                  f"{sum(d / m for m, d in rates) / sum(1 / m for m, _ in rates):.2f} drafted")
+            print(
+                f"{policy}, {kind}: {len(rates) / sum(1 / m for m, _ in rates):.2f} tokens committed per step, "
+                f"{sum(d / m for m, d in rates) / sum(1 / m for m, _ in rates):.2f} drafted"
+            )
     return 0
 
 
@@ -337,9 +348,7 @@ def _check(options: argparse.Namespace) -> int:
         settings = settings_of(report)
         tokenizer, vocabulary, limit = load_tokenizer(options.tokenizer or report["settings"]["model"])
         trace, fmt = _source(report, options)
-        work = load_workload(
-            settings, trace=trace, fmt=fmt, tokenizer=tokenizer, vocabulary=vocabulary, limit=limit
-        )
+        work = load_workload(settings, trace=trace, fmt=fmt, tokenizer=tokenizer, vocabulary=vocabulary, limit=limit)
         batched = options.max_batched_tokens or (8192 if report["machine"].get("accelerators") else 1024)
         simulated = from_items(work.items, settings.block_size)
         rows += compare(Path(file).stem, report, simulated, times, _stops(tokenizer), batched)

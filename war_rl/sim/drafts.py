@@ -120,7 +120,9 @@ class Acceptance:
         try:
             own, sibling = (tuple((float(m), float(d)) for m, d in data[kind]) for kind in KINDS)
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"acceptance: expected own and sibling as lists of [committed, drafted]: {error}") from error
+            raise ValueError(
+                f"acceptance: expected own and sibling as lists of [committed, drafted]: {error}"
+            ) from error
         return cls(own, sibling, str(data.get("source", "")))
 
     @classmethod

@@ -173,14 +173,13 @@ class Replica:
         return float(self._draft.commits.sum()) if self._draft else float(len(self.running))
 
     def _cut(self, now: float) -> None:
-        extra = self.times.draft_s if self.drafts else 0.0
         span = max(0.0, now - self._began)
-        tokens, kv, growth = self._tokens(), float(self._computed.sum()), self._growth()
-        if extra:
-            # Folded into the base: the closed form knows no further term.
-            steps = max(1, math.ceil(span / (self.times.seconds(tokens, kv) + extra)))
+        tokens, kv = self._tokens(), float(self._computed.sum())
+        if self.drafts is not None and self.times.draft_s:
+            # The closed form knows no further term; a stretch is only ever cut a little too long by this.
+            steps = max(1, math.ceil(span / (self.times.seconds(tokens, kv) + self.times.draft_s)))
         else:
-            steps = self.times.steps_until(span, tokens, kv, growth)
+            steps = self.times.steps_until(span, tokens, kv, self._growth())
         if steps < self._steps:
             self._steps = steps
             self._ends = self._began + self._seconds(steps)
@@ -195,14 +194,12 @@ class Replica:
 
     def _plan(self, now: float) -> None:
         """vLLM's ``schedule``, for one step with prefill in it or for as many as nothing changes in."""
-        self._chunks, self._draft, preempted = [], None, False
-        if self.drafts is not None and self.running:
-            self._draft = self.drafts.plan(self.running, float(self._computed.sum()), self.times)
-        while self.running and self._needed(1) > self.cache.free:
+        self._chunks, preempted = [], False
+        self._plan_drafts()
+        while self.running and not self._fits(1):
             self._preempt()
+            self._plan_drafts()
             preempted = True
-            if self._draft is not None and self.running:
-                self._draft = self.drafts.plan(self.running, float(self._computed.sum()), self.times)  # type: ignore[union-attr]
         budget = self.settings.max_num_batched_tokens - int(self._tokens())
         for request in list(self.prefilling):
             if budget <= 0 or request not in self.prefilling:
@@ -222,6 +219,11 @@ class Replica:
         self._began = now
         self._ends = now + self._seconds(self._steps)
 
+    def _plan_drafts(self) -> None:
+        self._draft = None
+        if self.drafts is not None and self.running:
+            self._draft = self.drafts.plan(self.running, float(self._computed.sum()), self.times)
+
     def _admit(self, budget: int) -> None:
         block = self.settings.block_size
         while self.waiting and budget > 0:
@@ -231,7 +233,7 @@ class Replica:
             tokens = request.prompt + request.generated
             hit, idle = self.cache.match(request.trajectory.path, (tokens - 1) // block)
             # As with scheduler_reserve_full_isl: the whole prompt must fit, whatever of it is computed now.
-            if -(-tokens // block) - hit + idle + self._needed(1) > self.cache.free:
+            if not self._fits(1, -(-tokens // block) - hit + idle):
                 return
             self.waiting.popleft()
             self.cache.take(request.trajectory.path, hit)
@@ -265,23 +267,27 @@ class Replica:
         block, preempted = self.settings.block_size, False
         end = request.computed + tokens
         wanted = -(-end // block) - request.depth - request.anonymous
-        while wanted + self._needed(1) > self.cache.free:
+        while not self._fits(1, wanted):
             self._preempt()
             preempted = True
             if request not in self.prefilling:
                 break
         return preempted
 
-    def _needed(self, steps: int) -> int:
-        """Blocks that ``steps`` more decode steps take."""
-        if not self.running:
-            return 0
+    def _fits(self, steps: int, others: int = 0) -> bool:
+        """Whether the free blocks hold ``steps`` more decode steps of all that run, beside ``others`` blocks."""
+        running = len(self.running)
+        if not running:
+            return others <= self.cache.free
         commits = self._draft.commits if self._draft else 1.0
+        fastest = float(self._draft.commits.max()) if self._draft else 1.0
+        if others + running * (steps * fastest / self.settings.block_size + 1.0) <= self.cache.free:
+            return True
         most = np.minimum(steps * commits, self._left)
-        return int((self._started(self._computed + most) - self._blocks).sum())
+        return others + int((self._started(self._computed + most) - self._blocks).sum()) <= self.cache.free
 
     def _started(self, tokens: Floats) -> Floats:
-        """Blocks that hold so many tokens. Tokens are fractions where draws stand for drafts; rounding must not count."""
+        """Blocks that hold so many tokens: fractions where draws stand for drafts, whose rounding must not count."""
         return np.ceil(tokens / self.settings.block_size - 1e-6)
 
     def _stretch(self) -> int:
@@ -291,12 +297,12 @@ class Replica:
         else:
             steps = int(min(np.ceil(self._left / self._draft.commits).min(), self._draft.most_steps))
         steps = max(1, steps)
-        if self._needed(steps) <= self.cache.free:
+        if self._fits(steps):
             return steps
         low, high = 1, steps
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._needed(middle) <= self.cache.free else (low, middle)
+            low, high = (middle, high) if self._fits(middle) else (low, middle)
         return low
 
     def _apply(self) -> list[Request]:
@@ -316,13 +322,12 @@ class Replica:
 
     def _decoded(self, steps: int) -> list[Request]:
         draft, tally = self._draft, self.tally
-        commits = draft.commits if draft else np.ones(len(self.running))
-        done = np.minimum(steps * commits, self._left)
-        after = self._started(self._computed + done)
-        self.cache.allocate(int((after - self._blocks).sum()))
-        self._blocks = after
+        done = np.minimum(steps * draft.commits, self._left) if draft else np.full(len(self.running), float(steps))
         self._computed = self._computed + done
         self._left = self._left - done
+        after = self._started(self._computed)
+        self.cache.allocate(int((after - self._blocks).sum()))
+        self._blocks = after
         if draft is not None:
             tally.drafts += steps * draft.drafted
             tally.draft_tokens += steps * draft.tokens

@@ -36,7 +36,9 @@ def plot_experiment(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> 
         several = len({preset for preset, _ in lines}) > 1
         for i, ((preset, side), xs) in enumerate(lines.items()):
             label = f"{side}, {preset}" if several else side
-            axis.plot(list(xs), list(xs.values()), marker="o", ms=3, lw=1.4, color=COLOURS[i % len(COLOURS)], label=label)
+            axis.plot(
+                list(xs), list(xs.values()), marker="o", ms=3, lw=1.4, color=COLOURS[i % len(COLOURS)], label=label
+            )
         if name not in LINEAR:
             # Zero tool time has its place left of the smallest other one.
             axis.set_xscale("symlog", linthresh=0.3) if name == "tools" else axis.set_xscale("log", base=2)
@@ -67,7 +69,9 @@ def _bars(axis: Any, name: str, lines: dict[tuple[str, str], dict[float, float]]
         heights = [v.get(x, 0.0) if x is not None else next(iter(v.values())) for v in lines.values()]
         places = [j + (i - (len(xs) - 1) / 2) * 0.8 / len(xs) for j in range(len(sides))]
         axis.bar(places, heights, 0.75 / len(xs), color=COLOURS[i], label=None if x is None else f"load {x:g}")
-    axis.set_xticks(range(len(sides)), [s.replace("without ", "no ") for s in sides], rotation=25, ha="right", fontsize=7)
+    axis.set_xticks(
+        range(len(sides)), [s.replace("without ", "no ") for s in sides], rotation=25, ha="right", fontsize=7
+    )
 
 
 def plot_policies(document: dict[str, Any], file: str) -> None:

@@ -15,7 +15,7 @@ from war_rl.sim.work import Shape
 GB = 1e9
 
 # Llama-3.3-70B-Instruct, FP8, TP2 on two H100 80 GB, NIM 1.8.0, 5,000 tokens in and 500 out: NVIDIA's table
-# (docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance): concurrency -> (time to first token, inter-token latency) ms.
+# (docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance): concurrency -> ms to the first token, between tokens.
 NIM_70B = {1: (406.77, 18.58), 5: (546.7, 21.83), 25: (688.69, 38.75), 50: (834.51, 59.73)}
 NIM_70B_SOURCE = "fitted to NVIDIA's published NIM 1.8.0 table, Llama-3.3-70B FP8 TP2 on 2 H100, 5000 in / 500 out"
 
@@ -24,7 +24,7 @@ H100_BANDWIDTH, H100_FP8, H100_BF16 = 3.35e12, 1979e12, 989e12
 
 
 def llama_70b_times() -> StepTimes:
-    """From the table: the lone request's prefill, and the rest of each latency after the prefill that happens meanwhile.
+    """From the table: the lone request's prefill, and what is left of each latency beside the prefill that goes on.
 
     In a steady state with ``c`` requests each output token comes with c * 5000 / 500 prompt tokens. What is left grows
     with ``c``; all of that is put down to the token, none to its KV, which makes drafting look dearer than it is.
@@ -62,7 +62,7 @@ def qwen3_32b_times() -> StepTimes:
         QWEN3_32B_KV_BYTES / 4 / H100_BANDWIDTH / memory,
         per_token,
         name="qwen3-32b",
-        source="roofline from the H100 data sheet and the model card, at the efficiency of NVIDIA's published 70B figures",
+        source="roofline of the H100 data sheet and model card, at the efficiency of NVIDIA's published 70B figures",
     )
 
 
@@ -93,8 +93,8 @@ def presets() -> dict[str, Preset]:
     """All presets by name."""
     return {
         "war-paper": Preset(
-            "WAR's published setting: Qwen3-32B, TP4 on 16 H100, groups of 8, up to 120 turns; lengths and tool time are "
-            "not published and taken from mini-SWE-agent traces (LMCache)",
+            "WAR's published setting: Qwen3-32B, TP4 on 16 H100, groups of 8, up to 120 turns; lengths and tool time "
+            "are not published and taken from mini-SWE-agent traces (LMCache)",
             qwen3_32b_times(),
             EngineSettings(kv_capacity(4, 2 * 32.8 * GB, QWEN3_32B_KV_BYTES), 16, 256, 8192),
             4,
@@ -113,7 +113,16 @@ def presets() -> dict[str, Preset]:
             EngineSettings(16384, 16, 64, 1024),
             2,
             Shape(
-                groups=4, n=4, turns=5, system=256, prompt=256, model=60, env=80, tool=0.0, max_context=2560, max_turns=12
+                groups=4,
+                n=4,
+                turns=5,
+                system=256,
+                prompt=256,
+                model=60,
+                env=80,
+                tool=0.0,
+                max_context=2560,
+                max_turns=12,
             ),
         ),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event loop: simulated clients and replicas around the real scheduler. No clock, no I/O, no global random numbers."""
+"""The event loop: simulated clients and replicas around the real scheduler. No clock, no I/O, no global state."""
 
 from __future__ import annotations
 

@@ -71,8 +71,19 @@ class Case:
     at_once: int | None = None
 
 
-SMALL = Shape(groups=16, n=8, turns=12.0, system=1335, prompt=672, model=129.0, model_sigma=0.43, env=410.0, env_sigma=1.5,
-              likeness=0.63, tool=1.0)
+SMALL = Shape(
+    groups=16,
+    n=8,
+    turns=12.0,
+    system=1335,
+    prompt=672,
+    model=129.0,
+    model_sigma=0.43,
+    env=410.0,
+    env_sigma=1.5,
+    likeness=0.63,
+    tool=1.0,
+)
 SEEDS = (0, 1)
 
 
@@ -118,8 +129,11 @@ def draft_cases() -> Iterator[Case]:
     for preset in ("war-paper", "llama-70b"):
         for running in (1, 2, 4, 8, 16, 32, 64, 128):
             shape = replace(SMALL, groups=max(2, running), turns=5.0, tool=0.0)
-            for side in (Side("no drafts", "least_tokens"), Side("budget", "least_tokens", "budget"),
-                         Side("published rule", "least_tokens", "war")):
+            for side in (
+                Side("no drafts", "least_tokens"),
+                Side("budget", "least_tokens", "budget"),
+                Side("published rule", "least_tokens", "war"),
+            ):
                 yield Case(running, side, preset, shape, 4, 0.02, 0, at_once=4 * running)
 
 
@@ -191,8 +205,21 @@ def run_case(case: Case, acceptance: dict[str, Any]) -> dict[str, Any]:
     began = time.thread_time()
     result = simulation.run(work).to_json()
     load = working_set(work, 16) / (setup.engine.kv_tokens * case.replicas)
-    keep = ("seconds", "throughput", "prefill_computed_tokens", "generated_tokens", "recomputed_tokens", "preemptions",
-            "accepted_tokens", "draft_tokens", "migrations", "half_done_seconds", "busy_share", "turns", "replica_imbalance")
+    keep = (
+        "seconds",
+        "throughput",
+        "prefill_computed_tokens",
+        "generated_tokens",
+        "recomputed_tokens",
+        "preemptions",
+        "accepted_tokens",
+        "draft_tokens",
+        "migrations",
+        "half_done_seconds",
+        "busy_share",
+        "turns",
+        "replica_imbalance",
+    )
     return {
         "x": case.x,
         "side": case.side.label,
@@ -221,7 +248,8 @@ def speedups(rows: Sequence[dict[str, Any]], base: str) -> dict[tuple[str, str],
         if below:
             found.setdefault((r["preset"], r["side"]), {}).setdefault(r["x"], []).append(r["throughput"] / below)
     return {
-        side: {x: math.exp(statistics.fmean(map(math.log, v))) for x, v in sorted(xs.items())} for side, xs in found.items()
+        side: {x: math.exp(statistics.fmean(map(math.log, v))) for x, v in sorted(xs.items())}
+        for side, xs in found.items()
     }
 
 
@@ -229,7 +257,7 @@ def main(argv: Sequence[str]) -> int:
     """``war-rl simulate sweep``."""
     parser = argparse.ArgumentParser(
         prog="war-rl simulate sweep",
-        description="Run the experiments of docs/scaling.md, one process; what the JSON file already holds is not run again.",
+        description="Run the experiments of docs/scaling.md in one process; what the JSON file already holds is kept.",
         epilog="experiments:\n" + "\n".join(f"  {name:<9} varies {about}" for name, (about, _) in EXPERIMENTS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -269,5 +297,9 @@ def _run(name: str, document: dict[str, Any], file: Path, acceptance: dict[str, 
         row = run_case(case, acceptance)
         rows.append(row)
         file.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        print(f"{name} x={case.x:g} {case.side.label}, seed {case.seed}: {row['seconds']:.1f} s, "
-              f"{row['throughput']:.0f} tok/s ({row['cpu_seconds']:.1f} s of CPU)", file=sys.stderr, flush=True)
+        print(
+            f"{name} x={case.x:g} {case.side.label}, seed {case.seed}: {row['seconds']:.1f} s, "
+            f"{row['throughput']:.0f} tok/s ({row['cpu_seconds']:.1f} s of CPU)",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -90,5 +90,7 @@ class StepTimes:
         unknown = set(data) - known
         missing = {"base", "per_token"} - set(data)
         if unknown or missing:
-            raise ValueError(f"step times: unknown {sorted(unknown)}, missing {sorted(missing)}; fields: {sorted(known)}")
+            raise ValueError(
+                f"step times: unknown {sorted(unknown)}, missing {sorted(missing)}; fields: {sorted(known)}"
+            )
         return cls(**data)

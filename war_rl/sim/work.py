@@ -156,7 +156,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         if min(self.groups, self.n, self.max_turns, self.prompt) < 1 or self.turns < 1 or self.model < 1:
-            raise ValueError("a workload needs groups, members, turns, a prompt and generated tokens: at least 1 of each")
+            raise ValueError(
+                "a workload needs groups, members, turns, a prompt and generated tokens: at least 1 of each"
+            )
         if not 0.0 <= self.likeness <= 1.0:
             raise ValueError(f"likeness={self.likeness}: a share, between 0 and 1")
         if self.max_context < self.system + self.prompt + 2:
