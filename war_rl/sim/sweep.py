@@ -84,84 +84,89 @@ SMALL = Shape(
     likeness=0.63,
     tool=1.0,
 )
-SEEDS = (0, 1)
 
 
-def load_cases() -> Iterator[Case]:
-    for seed in SEEDS:
-        for x in (0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0):
-            for side in (*PLAIN, *DRAFTING):
-                yield Case(x, side, "war-paper", SMALL, 4, x, seed)
+SOME = (STOCK, PLAIN[1], PLAIN[2], FULL)
 
 
-def group_cases() -> Iterator[Case]:
-    for seed in SEEDS:
-        for n in (1, 2, 4, 8, 16):
-            for side in (STOCK, PLAIN[1], PLAIN[2], FULL):
-                yield Case(n, side, "war-paper", replace(SMALL, groups=128 // n, n=n), 4, 2.0, seed)
+def _over(
+    xs: Sequence[float], sides: Sequence[Side], seeds: int, shape: Callable[[float], Shape], load: float | None = 2.0
+) -> Iterator[Case]:
+    """Every side at every x on four replicas of WAR's setting; ``load`` None takes x for it."""
+    for seed in range(seeds):
+        for x in xs:
+            for side in sides:
+                yield Case(x, side, "war-paper", shape(x), 4, x if load is None else load, seed)
 
 
-def tool_cases() -> Iterator[Case]:
-    for seed in SEEDS:
-        for tool in (0.0, 0.3, 1.0, 3.0, 10.0, 30.0):
-            for side in (STOCK, PLAIN[1], PLAIN[2], FULL):
-                yield Case(tool, side, "war-paper", replace(SMALL, tool=tool), 4, 2.0, seed)
+def load_cases(seeds: int) -> Iterator[Case]:
+    return _over((0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0), (*PLAIN, *DRAFTING), seeds, lambda x: SMALL, None)
 
 
-def tail_cases() -> Iterator[Case]:
-    for seed in SEEDS:
-        for sigma in (0.0, 0.3, 0.6, 0.9, 1.2):
-            for side in (STOCK, PLAIN[1], PLAIN[2], FULL):
-                yield Case(sigma, side, "war-paper", replace(SMALL, turns_sigma=sigma), 4, 2.0, seed)
+def long_cases(seeds: int) -> Iterator[Case]:
+    return _over((1.0, 2.0, 4.0), (*PLAIN[:4], FULL), seeds, lambda x: replace(SMALL, turns=30.0), None)
 
 
-def replica_cases() -> Iterator[Case]:
-    for replicas in (2, 8, 32, 128, 256):
-        for side in (STOCK, PLAIN[1], PLAIN[2]):
-            # The published policy scores every waiting request against every replica: beyond 32 it is left out.
-            if side.label == "war" and replicas > 32:
-                continue
-            shape = replace(SMALL, groups=2 * replicas, turns=8.0)
-            yield Case(replicas, side, "war-paper", shape, replicas, 2.0, 0)
+def part_cases(seeds: int) -> Iterator[Case]:
+    return _over((0.3, 2.0, 4.5), (STOCK, *PARTS), seeds, lambda x: SMALL, None)
 
 
-def draft_cases() -> Iterator[Case]:
-    for preset in ("war-paper", "llama-70b"):
-        for running in (1, 2, 4, 8, 16, 32, 64, 128):
-            shape = replace(SMALL, groups=max(2, running), turns=5.0, tool=0.0)
-            for side in (
-                Side("no drafts", "least_tokens"),
-                Side("budget", "least_tokens", "budget"),
-                Side("published rule", "least_tokens", "war"),
-            ):
-                yield Case(running, side, preset, shape, 4, 0.02, 0, at_once=4 * running)
+def group_cases(seeds: int) -> Iterator[Case]:
+    return _over((1, 4, 16), SOME, seeds, lambda n: replace(SMALL, groups=128 // int(n), n=int(n)))
 
 
-def part_cases() -> Iterator[Case]:
-    for seed in SEEDS:
-        for x in (0.3, 1.0, 2.0, 4.5):
-            for side in (STOCK, *PARTS):
-                yield Case(x, side, "war-paper", SMALL, 4, x, seed)
+def tool_cases(seeds: int) -> Iterator[Case]:
+    return _over((0.0, 1.0, 10.0), SOME, seeds, lambda tool: replace(SMALL, tool=tool))
 
 
-def progress_cases() -> Iterator[Case]:
-    wrongs = [(f"bias {b:g}", (b, 0.0)) for b in (0.25, 0.5, 1.0, 2.0, 4.0)]
-    wrongs += [(f"sigma {s:g}", (1.0, s)) for s in (0.5, 1.0, 2.0)]
-    for seed in SEEDS:
+def tail_cases(seeds: int) -> Iterator[Case]:
+    return _over((0.0, 0.6, 1.2), SOME, seeds, lambda sigma: replace(SMALL, turns_sigma=sigma))
+
+
+def replica_cases(seeds: int) -> Iterator[Case]:
+    for seed in range(seeds):
+        for replicas in (2, 8, 32, 128, 256):
+            for side in (STOCK, PLAIN[1]):
+                shape = replace(SMALL, groups=replicas, turns=6.0)
+                yield Case(replicas, side, "war-paper", shape, replicas, 2.0, seed)
+
+
+def draft_cases(seeds: int) -> Iterator[Case]:
+    sides = (
+        Side("no drafts", "least_tokens"),
+        Side("budget", "least_tokens", "budget"),
+        Side("published rule", "least_tokens", "war"),
+    )
+    for seed in range(seeds):
+        for preset in ("war-paper", "llama-70b"):
+            for running in (1, 4, 16, 64):
+                shape = replace(SMALL, groups=max(2, running), turns=4.0, tool=0.0)
+                for side in sides:
+                    # One KV cache holds everything: only drafting differs.
+                    yield Case(running, side, preset, shape, 4, 0.02, seed, at_once=4 * running)
+
+
+def progress_cases(seeds: int) -> Iterator[Case]:
+    wrongs = [(f"bias {b:g}", (b, 0.0)) for b in (0.25, 1.0, 4.0)] + [
+        (f"sigma {s:g}", (1.0, s)) for s in (0.5, 1.0, 2.0)
+    ]
+    for seed in range(seeds):
         yield Case(0.0, STOCK, "war-paper", SMALL, 4, 2.0, seed)
         for x, (label, wrong) in enumerate(wrongs):
             yield Case(float(x), Side(label, "cost", wrong=wrong), "war-paper", SMALL, 4, 2.0, seed)
 
 
-def paper_cases() -> Iterator[Case]:
-    shape = replace(presets()["war-paper"].shape, groups=4)
-    for groups in (4, 8, 16, 32, 64):
-        for side in (STOCK, DRAFTING[1], DRAFTING[0]):
-            yield Case(groups, side, "war-paper", replace(shape, groups=groups), 4, None, 0)
+def paper_cases(seeds: int) -> Iterator[Case]:
+    shape = presets()["war-paper"].shape
+    for seed in range(seeds):
+        for groups in (4, 8, 16, 32, 64):
+            for side in (STOCK, PLAIN[1], DRAFTING[1], DRAFTING[0]):
+                yield Case(groups, side, "war-paper", replace(shape, groups=groups), 4, None, seed)
 
 
-EXPERIMENTS: dict[str, tuple[str, Callable[[], Iterator[Case]]]] = {
+EXPERIMENTS: dict[str, tuple[str, Callable[[int], Iterator[Case]]]] = {
     "load": ("working set / KV cache", load_cases),
+    "long": ("working set / KV cache, trajectories of 30 turns", long_cases),
     "parts": ("working set / KV cache", part_cases),
     "paper": ("prompts per step (WAR's batch), n=8", paper_cases),
     "drafting": ("running requests per replica", draft_cases),
@@ -264,6 +269,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("experiments", nargs="*", metavar="NAME", help="which (default: all)")
     parser.add_argument("--json", required=True, metavar="FILE", help="results; kept after every simulation")
+    parser.add_argument("--seeds", type=int, default=2, help="workloads of each kind (%(default)s)")
     parser.add_argument("--plots", default="", metavar="FOLDER", help="write a picture per experiment")
     parser.add_argument("--plots-only", action="store_true", help="run nothing")
     args = parser.parse_args(list(argv))
@@ -276,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"version": 1, "experiments": {}}
     acceptance = {policy: load_acceptance("", policy) for policy in ("war", "budget")}
     for name in () if args.plots_only else args.experiments or EXPERIMENTS:
-        _run(name, document, file, acceptance)
+        _run(name, args.seeds, document, file, acceptance)
     if args.plots:
         from war_rl.sim.plots import plot_experiment
 
@@ -285,12 +291,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _run(name: str, document: dict[str, Any], file: Path, acceptance: dict[str, Any]) -> None:
+def _run(name: str, seeds: int, document: dict[str, Any], file: Path, acceptance: dict[str, Any]) -> None:
     about, cases = EXPERIMENTS[name]
     held = document["experiments"].setdefault(name, {"varies": about, "rows": []})
     rows = held["rows"]
     done = {(r["x"], r["side"], r["preset"], r["seed"]) for r in rows}
-    for case in cases():
+    for case in cases(seeds):
         key = (case.x, case.side.label, case.preset, case.seed)
         if key in done:
             continue
