@@ -12,6 +12,8 @@ import pytest
 from war_rl.bench.calibrate import PROBES, fit, row, times_of
 from war_rl.bench.presets import Settings
 from war_rl.config import SchedulerConfig, SpecConfig
+from war_rl.rollout.progress import Progress
+from war_rl.sim.ablation import WrongProgress
 from war_rl.sim.acceptance import measure
 from war_rl.sim.check import Compared, compare, side_setup, summary, table
 from war_rl.sim.cli import load_acceptance, load_times, main
@@ -23,7 +25,7 @@ from war_rl.sim.sweep import EXPERIMENTS, speedups
 from war_rl.sim.times import StepTimes
 from war_rl.sim.work import from_items
 from war_rl.traces.workload import WorkItem, WorkTurn
-from war_rl.types import TrajectoryId
+from war_rl.types import GroupId, TrajectoryId
 
 TIMES = {"war": StepTimes(0.021, 0.0018, 1e-7, 0.0008), "vllm": StepTimes(0.02, 0.0018, 1e-7, 0.0008)}
 
@@ -196,3 +198,14 @@ def test_every_experiment_has_its_base_and_speedups_are_means_over_seeds():
         )
     ]
     assert speedups(rows, "stock")[("p", "a")] == pytest.approx({1: 1.0, 2: 0.5})
+
+
+def test_wrong_estimates_are_wrong_and_the_right_ones_stay():
+    known = Progress(0.5, 4.0, 500.0, 2000.0)
+    group = GroupId("g", 1)
+    right = known.remaining(group, 0, 0, 100)
+    assert WrongProgress(known, 1.0, 0.0).remaining(group, 0, 0, 100) == right
+    wrong = WrongProgress(known, 4.0, 0.0).remaining(group, 0, 0, 100)
+    assert (wrong.turns, wrong.output_tokens) == (4 * right.turns, 4 * right.output_tokens)
+    others = {WrongProgress(known, 1.0, 1.0).remaining(GroupId(f"g{i}", 1), 0, 0, 100).turns for i in range(8)}
+    assert len(others) > 4
