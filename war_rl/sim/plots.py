@@ -52,7 +52,8 @@ def plot_experiment(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> 
             axis.text(axis.get_xlim()[0], value, f" published, {value}", fontsize=7, va="bottom", color="#777777")
     axis.axhline(1.0, color="#555555", lw=0.8)
     axis.set_ylabel(f"throughput / {base}")
-    axis.legend(fontsize=7, frameon=False)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7, frameon=False)
     axis.grid(alpha=0.25)
     figure.tight_layout()
     out = folder / f"{name}.png"
