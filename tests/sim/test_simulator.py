@@ -24,7 +24,7 @@ from war_rl.types import TrajectoryId
 
 TIMES = StepTimes(0.02, 0.001, 1e-6, 0.0005, send_s=0.003, return_s=0.002)
 SHAPE = Shape(groups=6, n=4, turns=4, system=48, prompt=80, model=20, env=40, tool=0.3, max_context=1500)
-POLICIES = ("cost", "war", "sticky_least_inflight", "cache_aware", "round_robin", "least_tokens")
+POLICIES = ("cost", "war", "sticky_least_inflight", "cache_aware", "round_robin")
 RATES = Acceptance(own=((1.5, 2.0), (2.5, 3.0)), sibling=((3.0, 4.0),))
 
 
@@ -53,7 +53,7 @@ def test_the_work_is_done_once(policy, share):
     assert done.scheduled_tokens == (
         done.prefill_computed_tokens + done.generated_tokens - done.turns + done.recomputed_tokens
     )
-    if share == 3.0 and policy == "least_tokens":
+    if share == 3.0 and policy == "round_robin":
         # Sticky with room for all: each text is computed where it lives, once; only the last, unhashed part of a block
         # and the last token of a turn come again.
         assert done.preemptions == done.recomputed_tokens == 0
@@ -137,7 +137,7 @@ async def replayed(how, run, events):
             # The loop's own timer would call it by the wall clock.
             shell._decide()
         await asyncio.sleep(0)
-        shell._stop_wakeup()
+        shell._wake_at(None, at)
         await asyncio.sleep(0)
         event = next(pending)
     await asyncio.gather(*tasks)

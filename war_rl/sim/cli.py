@@ -307,7 +307,7 @@ def _acceptance(argv: Sequence[str]) -> int:
         options.replicas,
         EngineSettings(options.at_once * (longest + BLOCK)),
         preset.times,
-        SchedulerConfig(policy="least_tokens"),
+        SchedulerConfig(policy="round_robin"),
         at_once=options.at_once,
         stop_token_ids=_stops(tokenizer),
     )

@@ -133,6 +133,7 @@ class Simulation:
         self._events: list[tuple[float, int, str, Any]] = []
         self._serial = 0
         self._wake = 0
+        self._wake_at = 0.0
         self._turns: dict[str, _Turn] = {}
         self._waiting: deque[SimTrajectory] = deque()
         self._done: dict[TrajectoryId, float] = {}
@@ -225,7 +226,7 @@ class Simulation:
             return
         if kind == "wake":
             if what == self._wake:
-                self.now = at
+                self.now, self._wake_at = at, 0.0
                 self._tell("wake", None)
                 self.router.wake(at)
                 self._plan_wake()
@@ -238,10 +239,15 @@ class Simulation:
         heapq.heappush(self._events, (at, self._serial, kind, what))
 
     def _plan_wake(self) -> None:
-        self._wake += 1
         at = self.router.next_wakeup(self.now)
+        if at is not None and self.now < self._wake_at <= at:
+            # As the router does: an earlier look does no harm, and a timer for every event would.
+            return
+        self._wake += 1
+        self._wake_at = 0.0
         if at is not None:
-            self._push(max(at, self.now + 1e-3), "wake", self._wake)
+            self._wake_at = max(at, self.now + 1e-3)
+            self._push(self._wake_at, "wake", self._wake)
 
     # ---- clients
 

@@ -42,7 +42,6 @@ PLAIN = (
     Side("cost", "cost"),
     Side("war", "war"),
     Side("cache_aware", "cache_aware"),
-    Side("least_tokens", "least_tokens"),
 )
 DRAFTING = (Side("cost, drafts by budget", "cost", "budget"), Side("war, drafts as published", "war", "war"))
 FULL = Side("all of it", "cost", "budget")
@@ -133,9 +132,9 @@ def replica_cases(seeds: int) -> Iterator[Case]:
 
 def draft_cases(seeds: int) -> Iterator[Case]:
     sides = (
-        Side("no drafts", "least_tokens"),
-        Side("budget", "least_tokens", "budget"),
-        Side("published rule", "least_tokens", "war"),
+        Side("no drafts", "round_robin"),
+        Side("budget", "round_robin", "budget"),
+        Side("published rule", "round_robin", "war"),
     )
     for seed in range(seeds):
         for preset in ("war-paper", "llama-70b"):
