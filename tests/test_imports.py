@@ -18,6 +18,8 @@ PURE = [
     "war_rl.spec.drafter",
     "war_rl.rollout.scheduler",
     "war_rl.traces.model",
+    "war_rl.sim.simulator",
+    "war_rl.sim.cli",
     "war_rl.compat",
     "war_rl.cli",
     "war_rl.trainers.shell",

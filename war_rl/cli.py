@@ -204,6 +204,24 @@ def _run_bench_rollout(argv: Sequence[str]) -> int:
     return bench_rollout(argv)
 
 
+def _bench_calibrate(argv: Sequence[str]) -> int:
+    from war_rl.supervise import supervise
+
+    return supervise(lambda: _run_bench_calibrate(argv))
+
+
+def _run_bench_calibrate(argv: Sequence[str]) -> int:
+    from war_rl.bench.calibrate import main as bench_calibrate
+
+    return bench_calibrate(argv)
+
+
+def _simulate(argv: Sequence[str]) -> int:
+    from war_rl.sim.cli import main as simulate
+
+    return simulate(argv)
+
+
 def _bench_drafter(argv: Sequence[str]) -> int:
     from war_rl.spec.bench import main as bench_drafter
 
@@ -216,6 +234,7 @@ BENCHES: dict[str, Command] = {
         Command(
             "rollout", "replay recorded trajectories under two rollouts and compare their throughput", _bench_rollout
         ),
+        Command("calibrate", "measure a replica's engine steps, for `war-rl simulate`", _bench_calibrate),
         Command(
             "drafter", "time the drafter itself against the library's suffix cache, without an engine", _bench_drafter
         ),
@@ -241,8 +260,13 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         Command("train", "run a training whose rollouts War-RL does (Hydra overrides pass through)", _train),
-        Command("bench", "measure: whole rollouts on recorded work (rollout), the drafter alone (drafter)", _bench),
+        Command(
+            "bench", "measure: whole rollouts (rollout), engine steps (calibrate), the drafter alone (drafter)", _bench
+        ),
         Command("replay", "what drafting would bring on recorded trajectories, without an engine", _replay),
+        Command(
+            "simulate", "what a rollout would take on a cluster: the real scheduler over modelled engines", _simulate
+        ),
         Command("prepare", "make the demo's model folder and data set", _prepare),
         Command("doctor", "check versions, platform and seams; say what is missing and how to mend it", _doctor),
     )
