@@ -17,6 +17,7 @@ from war_rl.bench.stats import (
     exit_code,
     imbalance,
     measure,
+    plan_rounds,
     plan_runs,
     side_labels,
     throughput_ratio,
@@ -138,3 +139,14 @@ def test_imbalance() -> None:
     assert imbalance([3, 1]) == 1.5
     assert imbalance([4, 0]) == 2.0
     assert imbalance([]) == imbalance([0, 0]) == 1.0
+
+
+def test_rounds_share_out_the_pairs_and_reverse_the_order_of_start() -> None:
+    rounds = plan_rounds(["a", "b"], 3, 2)
+    assert [[(run.side, run.pair) for run in plan] for plan in rounds] == [
+        [("a", -1), ("b", -1), ("a", 0), ("b", 0), ("b", 1), ("a", 1)],
+        [("b", -1), ("a", -1), ("b", 2), ("a", 2)],
+    ]
+    assert len(plan_rounds(["a", "b"], 1, 2)) == 1
+    with pytest.raises(ValueError, match="--rounds 0"):
+        plan_rounds(["a", "b"], 2, 0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from war_rl.bench.presets import PRESETS, Settings, add_flags, settings_from_args
-from war_rl.bench.stats import plan_runs, side_labels
+from war_rl.bench.stats import plan_rounds, side_labels
 from war_rl.progress import MODES
 from war_rl.traces.readers import READERS
 
@@ -104,7 +104,7 @@ def _options(args: argparse.Namespace) -> Options:
             raise ValueError(f"--sides {name}: not one of {', '.join(ROLLOUTS)}")
     sides = side_labels(rollouts)
     settings = settings_from_args(args)
-    plan_runs(list(sides), settings.pairs)  # refuses what cannot be compared
+    plan_rounds(list(sides), settings.pairs, settings.rounds)  # refuses what cannot be compared
     if bool(args.trace) != bool(args.fmt):
         raise ValueError("--trace and --format belong together: --trace FILE --format NAME")
     if args.trace and settings.source != "recorded":

@@ -56,6 +56,8 @@ class Settings:
     """``recorded``, ``zero``, or a factor on the recorded times such as ``0.5x``."""
     pairs: int = 2
     """How often each side is measured. Unit: runs."""
+    rounds: int = 2
+    """How often the engines are started, each time in reversed order, while pairs last. Unit: starts."""
     warmup_trajectories: int = 2
     """Trajectories each side replays before it is measured. Unit: trajectories."""
     seed: int = 0
@@ -76,7 +78,16 @@ class Settings:
             if value is not None and value < 0:
                 raise ValueError(f"--{_flag(name)} {value}: must not be negative (0 means no limit)")
             object.__setattr__(self, name, value or None)
-        for name in ("replicas", "block_size", "max_running", "draft_tokens", "pairs", "prompt_tokens", "model_tokens"):
+        for name in (
+            "replicas",
+            "block_size",
+            "max_running",
+            "draft_tokens",
+            "pairs",
+            "rounds",
+            "prompt_tokens",
+            "model_tokens",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{_flag(name)} {getattr(self, name)}: must be at least 1")
         for name in ("temperature", "warmup_trajectories", "seed", "env_tokens"):

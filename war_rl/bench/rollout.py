@@ -13,7 +13,7 @@ from typing import Any
 from war_rl.bench.options import Options, parse
 from war_rl.bench.presets import KvPlan, plan_kv
 from war_rl.bench.report import build_report, render_table, write_report
-from war_rl.bench.stats import PlannedRun, Sample, SideRun, exit_code, measure, plan_runs
+from war_rl.bench.stats import PlannedRun, Sample, SideRun, exit_code, measure, plan_rounds
 from war_rl.metrics import add_up, delta
 from war_rl.progress import MARK, Progress, ProgressLine
 from war_rl.traces.workload import Workload, least_prefill_tokens
@@ -69,13 +69,21 @@ class Bench:
         self._say(_describe(self._options, work, kv))
         configs = self._configs(length, kv)
         asyncio.set_event_loop(self._loop)
-        try:
-            self._start(configs)
-            runs = self._measure(work)
-            kv_tokens = {label: self._loop.run_until_complete(side.kv_tokens()) for label, side in self._sides.items()}
-            where = cluster()
-        finally:
-            self._stop()
+        settings = self._settings
+        warmups = 1 if settings.warmup_trajectories else 0
+        rounds = plan_rounds(list(self._options.sides), settings.pairs, settings.rounds, warmups)
+        self._planned = sum(map(len, rounds))
+        runs: list[SideRun] = []
+        for plan in rounds:
+            try:
+                self._start({run.side: configs[run.side] for run in plan})
+                runs += self._measure(plan, work)
+                kv_tokens = {
+                    name: self._loop.run_until_complete(side.kv_tokens()) for name, side in self._sides.items()
+                }
+                where = cluster()
+            finally:
+                self._stop()
         self._report(runs, work, kv, kv_tokens, where)
         return exit_code(runs)
 
@@ -154,10 +162,7 @@ class Bench:
 
     # ------------------------------------------------------------------ measuring
 
-    def _measure(self, work: Workload) -> list[SideRun]:
-        settings = self._settings
-        plan = plan_runs(list(self._sides), settings.pairs, warmups=1 if settings.warmup_trajectories else 0)
-        self._planned = len(plan)
+    def _measure(self, plan: Sequence[PlannedRun], work: Workload) -> list[SideRun]:
         return measure(plan, lambda planned: self._loop.run_until_complete(self._run(planned, work)), self._on_done)
 
     async def _run(self, planned: PlannedRun, work: Workload) -> SideRun:

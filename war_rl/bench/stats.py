@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 EXIT_WORK_DIFFERS = 3
@@ -25,6 +25,33 @@ class PlannedRun:
     @property
     def warmup(self) -> bool:
         return self.pair < 0
+
+
+def plan_rounds(sides: Sequence[str], pairs: int, rounds: int, warmups: int = 1) -> list[list[PlannedRun]]:
+    """The plan of each round, from one start of the engines to their end; pairs are shared out and numbered through.
+
+    Engines of equal configuration are not equally fast, by several percent and for as long as they live
+    (docs/benchmark.md). So the order in which they are started is reversed from round to round; it is the order of the
+    sides in each round's plan.
+
+    Args:
+        sides, pairs, warmups: as for :func:`plan_runs`; ``warmups`` in every round.
+        rounds: how often the engines are started; no more often than there are pairs.
+
+    Raises:
+        ValueError: as :func:`plan_runs`, or ``rounds`` is below 1.
+    """
+    if rounds < 1:
+        raise ValueError(f"--rounds {rounds}: must be at least 1")
+    rounds = max(1, min(rounds, pairs))
+    plans, first = [], 0
+    for number in range(rounds):
+        count = pairs // rounds + (number < pairs % rounds)
+        order = sides if number % 2 == 0 else list(reversed(sides))
+        plan = plan_runs(order, count, warmups)
+        plans.append([replace(run, pair=run.pair + first) if not run.warmup else run for run in plan])
+        first += count
+    return plans
 
 
 def plan_runs(sides: Sequence[str], pairs: int, warmups: int = 1) -> list[PlannedRun]:
