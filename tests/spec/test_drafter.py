@@ -390,3 +390,15 @@ def test_a_fed_trajectory_larger_than_the_memory_does_not_evict_itself() -> None
     counters = drafter.counters()
     assert counters["dropped_tokens"] > 0 and counters["bytes"] <= 1 << 20
     assert drafter.propose([view(trajectory(0), [5, 6, 7, 8])])[0] == []
+
+
+def test_seconds_saved_are_what_the_same_tokens_cost_without_drafts_by_the_step_time_model() -> None:
+    drafter = make(tick=0.0001)
+    text = [1, *PHRASE, 5, *PHRASE[:4]]
+    (draft,) = drafter.propose([view(trajectory(validate=True), text)], 0.023)
+    drafter.propose([view(trajectory(validate=True), [*text, *PHRASE[4:6], 99], sampled=3)], 0.03)
+    counters = drafter.counters()
+    assert draft and "propose_seconds" not in counters and counters["val/propose_seconds"] > 0
+    # Three tokens would have been three steps of one token each.
+    expected = 3 * CPU_TABLE.seconds(1) - CPU_TABLE.seconds(1 + len(draft))
+    assert counters["val/decode_seconds_saved"] == pytest.approx(expected)

@@ -143,12 +143,14 @@ class Drafter:
         self._serial += 1
         # First, so that a trajectory's next turn finds its text free even when it starts in the very next step.
         self._retire({request.key for request in requests})
-        until = self._clock() + self._slice_s
+        began = self._clock()
+        until = began + self._slice_s
         ready = [self._take_in(request, until) for request in requests]
         self._observe(requests, step_seconds)
         self._corpus.ingest(until, self._unix_time)
         drafts = self._drafts(requests, ready)
         self._last_tokens = len(requests) + sum(map(len, drafts))
+        self._counts[self._prefix(requests) + "propose_seconds"] += self._clock() - began
         return drafts
 
     def _take_in(self, request: RequestView, until: float) -> _Running | None:
@@ -173,6 +175,12 @@ class Drafter:
                 self._counts[running.prefix + "unsupported_requests"] += 1
             return None
         return running if complete and request.sampled and request.max_draft > 0 else None
+
+    @staticmethod
+    def _prefix(requests: Sequence[RequestView]) -> str:
+        """Whose rollout a whole engine step belongs to; training and validation do not overlap."""
+        trajectory = requests[0].trajectory if requests else None
+        return "val/" if trajectory is not None and trajectory.validate else ""
 
     def _start(self, request: RequestView) -> _Running:
         trajectory = request.trajectory
@@ -207,7 +215,15 @@ class Drafter:
         decode = bool(requests) and all(r.sampled and len(r.tokens) - r.sampled >= r.prompt_tokens for r in requests)
         if step_seconds and self._last_tokens and decode:
             # A request that was aborted within the step was computed as well; the error is one step's and bounded.
-            self.model.observe(self._last_tokens, float(sum(len(r.tokens) for r in requests)), step_seconds)
+            kv_tokens = float(sum(len(r.tokens) for r in requests))
+            self.model.observe(self._last_tokens, kv_tokens, step_seconds)
+            if self._last_tokens > len(requests):
+                # The same tokens, one for each request and step, at this load.
+                steps = sum(r.sampled for r in requests) / len(requests)
+                model = self._step_time or self.model
+                plain = steps * model.seconds(len(requests), kv_tokens)
+                saved = plain - model.seconds(self._last_tokens, kv_tokens)
+                self._counts[self._prefix(requests) + "decode_seconds_saved"] += saved
 
     # -- choosing -----------------------------------------------------------------------------------------------
 
