@@ -47,7 +47,10 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert end.value.code == 0 and capsys.readouterr().out == "war-rl 9.9\n"
 
 
-@pytest.mark.parametrize("command", ["train", "prepare", "doctor", "replay", "bench", "bench drafter"])
+NAMES = ["train", "prepare", "doctor", "replay", "report", "trace", "wandb-workspace", "bench", "bench drafter"]
+
+
+@pytest.mark.parametrize("command", NAMES)
 def test_help_of_a_command_is_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([*command.split(), "--help"])

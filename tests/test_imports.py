@@ -13,6 +13,8 @@ PURE = [
     "war_rl.types",
     "war_rl.config",
     "war_rl.metrics",
+    "war_rl.analysis",
+    "war_rl.trace",
     "war_rl.progress",
     "war_rl.summary",
     "war_rl.spec.drafter",

@@ -100,6 +100,7 @@ def test_scheduler_values_win_over_observed_ones_and_the_proposers_do_not_hide_t
 def test_nothing_happened_gives_neutral_values() -> None:
     m = step_metrics([], seconds=0.0, engine={}, sched={}, spec={})
     ones = {"spec/mean_acceptance_length", "sched/sticky_rate", "sched/replica_tokens_max_over_mean"}
+    ones |= {"spec/estimated_speedup"}
     assert m == {k: float(k.removeprefix("war/") in ones) for k in m}
 
 
@@ -170,6 +171,24 @@ def test_what_prometheus_client_writes_is_read_back() -> None:
     counter.labels("0").inc(3)
     counter.labels("1").inc(4)
     assert parse_prometheus(prometheus.generate_latest(registry).decode()) == {"num_preemptions": 7.0}
+
+
+def test_sums_of_the_two_histograms_that_split_the_time_are_read() -> None:
+    page = """# TYPE vllm:request_prefill_time_seconds histogram
+vllm:request_prefill_time_seconds_bucket{engine="0",le="+Inf"} 4.0
+vllm:request_prefill_time_seconds_count{engine="0"} 4.0
+vllm:request_prefill_time_seconds_sum{engine="0"} 1.5
+vllm:request_prefill_time_seconds_sum{engine="1"} 2.0
+"""
+    assert parse_prometheus(page) == {"request_prefill_time_seconds": 3.5}
+
+
+def test_acceptance_by_source_and_the_seconds_wasted() -> None:
+    spec = {"draft_tokens_own": 8.0, "accepted_tokens_own": 6.0, "draft_tokens_group": 2.0, "step_per_token_s": 0.01}
+    m = compute(spec={**spec, "accepted_tokens_group": 1.0, "draft_tokens_window": 0.0})
+    assert m["war/spec/acceptance_rate_own"] == 0.75 and m["war/spec/acceptance_rate_group"] == 0.5
+    assert "war/spec/acceptance_rate_window" not in m and "war/spec/acceptance_rate_prompt" not in m
+    assert m["war/spec/wasted_seconds"] == pytest.approx(0.25)
 
 
 def test_delta_survives_a_restarted_engine() -> None:

@@ -185,6 +185,24 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor()
 
 
+def _report(argv: Sequence[str]) -> int:
+    from war_rl.report.build import main as report
+
+    return report(argv)
+
+
+def _trace(argv: Sequence[str]) -> int:
+    from war_rl.trace import main as trace
+
+    return trace(argv)
+
+
+def _wandb_workspace(argv: Sequence[str]) -> int:
+    from war_rl.wandb_layout import main as wandb_workspace
+
+    return wandb_workspace(argv)
+
+
 def _replay(argv: Sequence[str]) -> int:
     from war_rl.replay import main as replay
 
@@ -267,6 +285,9 @@ COMMANDS: dict[str, Command] = {
         Command(
             "simulate", "what a rollout would take on a cluster: the real scheduler over modelled engines", _simulate
         ),
+        Command("report", "write one HTML page about a run, or comparing two", _report),
+        Command("trace", "write a run's event data as a Chrome trace, for chrome://tracing or Perfetto", _trace),
+        Command("wandb-workspace", "make the W&B workspace of War-RL's panels, or write its layout", _wandb_workspace),
         Command("prepare", "make the demo's model folder and data set", _prepare),
         Command("doctor", "check versions, platform and seams; say what is missing and how to mend it", _doctor),
     )

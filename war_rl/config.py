@@ -162,6 +162,18 @@ class FaultConfig:
 
 
 @dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases (``war.wandb``), where ``trainer.logger`` has it."""
+
+    slowest_every: int = 10
+    """The slowest trajectories are logged as a table every so many steps; 0 never. Unit: steps."""
+    slowest_rows: int = 20
+    """Rows of that table. Unit: trajectories."""
+    alerts: bool = True
+    """Whether alarms are also sent as W&B alerts; they are in the log in any case."""
+
+
+@dataclass(frozen=True)
 class WarConfig:
     """The whole ``war:`` section."""
 
@@ -169,6 +181,12 @@ class WarConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    trace: str = "sampled"
+    """Event data in the run folder, for ``war-rl report`` and ``war-rl trace``: ``full``, ``sampled`` (at most 64
+    trajectories of each rollout, the slowest among them) or ``off``."""
+    trace_mb: int = 64
+    """Most that the trace may hold on disk; the oldest steps go first. Unit: MiB."""
     progress: str = "auto"
     """Live progress while trajectories come in: ``auto`` (a line on a terminal, sparse in a log), ``on``, ``off``."""
     poll_interval_s: float = 0.05
@@ -189,6 +207,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "spec.replicas": ("all", "none"),
     "progress": ("auto", "on", "off"),
+    "trace": ("off", "sampled", "full"),
 }
 """Values a string field may take, by key below ``war.``."""
 
@@ -245,6 +264,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fault.health_interval_s": (0.1, 3600.0),
     "fault.health_timeout_s": (1.0, 3600.0),
     "poll_interval_s": (0.001, 60.0),
+    "trace_mb": (1, 1_000_000),
+    "wandb.slowest_every": (0, 1_000_000),
+    "wandb.slowest_rows": (1, 10_000),
 }
 """Inclusive range of each number, by key below ``war.``."""
 

@@ -10,6 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from war_rl.analysis import (
+    EngineSeconds,
+    estimated_speedup,
+    prefill_seconds_per_token,
+    recomputed_tokens,
+    regime_shares,
+    replica_values,
+    time_split,
+)
 from war_rl.types import TrajectoryRecord, TurnRecord
 
 ENGINE_COUNTERS = (
@@ -24,6 +33,12 @@ ENGINE_COUNTERS = (
 )
 """vLLM's counters that :func:`step_metrics` reads, without vLLM's ``vllm:`` prefix and Prometheus' ``_total``."""
 
+ENGINE_SUMS = ("request_prefill_time_seconds", "request_queue_time_seconds")
+"""vLLM's histograms whose sums :func:`step_metrics` reads beside the counters."""
+
+SOURCES = ("own", "group", "prompt", "window")
+"""Whose text a draft was read from (:data:`war_rl.spec.index.SOURCES`, not imported: it would bring numba along)."""
+
 
 def step_metrics(
     records: Sequence[TrajectoryRecord],
@@ -33,6 +48,10 @@ def step_metrics(
     sched: Mapping[str, float],
     spec: Mapping[str, float],
     validate: bool = False,
+    began: float | None = None,
+    replicas: Sequence[str] = (),
+    low_running: int = 16,
+    saved: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """All ``war/...`` values of one step's rollout, or ``war_val/...`` ones of a validation pass.
 
@@ -40,13 +59,17 @@ def step_metrics(
         records: trajectories that ended in this step; those of the other kind (``trajectory.validate`` differs from
             ``validate``) are left out, so a caller may pass everything it has.
         seconds: wall time of the rollout, from the first submitted trajectory to the last one in.
-        engine: change of each of :data:`ENGINE_COUNTERS` over this rollout, summed over replicas (:func:`delta`,
-            :func:`add_up`). Missing counters count as 0.
+        engine: change of each of :data:`ENGINE_COUNTERS` and :data:`ENGINE_SUMS` over this rollout, summed over
+            replicas (:func:`delta`, :func:`add_up`). Missing counters count as 0.
         sched: ``GlobalScheduler.take_step_stats(validate)``; keys with or without the leading ``sched/``. Stickiness
             and balance are taken from the records where the scheduler does not give them (stock rollout).
         spec: change of ``Drafter.counters()`` over this rollout, summed over replicas. Keys that start with ``val/``
             belong to validation and are used only then, the others only for training.
         validate: whether this was a validation pass.
+        began: unix seconds at which the rollout began; the first trajectory's start when None.
+        replicas: ids of all replicas, those that ran nothing included; their order numbers them.
+        low_running: most running turns of a replica in the low load regime (``war.spec.max_running``).
+        saved: by replica, engine seconds saved by drafts (:func:`war_rl.analysis.estimated_speedup`).
 
     Returns:
         Flat dict of finite floats. Ratios without a denominator take their neutral value: rates 0, lengths and
@@ -59,6 +82,11 @@ def step_metrics(
         **_cache(turns, engine),
         **_spec(engine, spec, validate),
         **_sched(mine, turns, sched),
+        **_time(mine, turns, began, seconds, engine, spec, validate),
+        **{f"regime/{k}_share": v for k, v in regime_shares(mine, replicas, seconds, low_running).items()},
+        **replica_values(mine, replicas, seconds),
+        "spec/saved_seconds": math.fsum((saved or {}).values()),
+        "spec/estimated_speedup": estimated_speedup(mine, began, seconds, saved or {}),
         "env/seconds": math.fsum(r.env_seconds for r in mine),
         "env/seconds_max": max((r.env_seconds for r in mine), default=0.0),
     }
@@ -88,6 +116,31 @@ def _rollout(
         "rollout/tail_share": _ratio(tail, seconds),
         "rollout/trajectory_seconds_max": max((r.finished - r.started for r in records), default=0.0),
         "rollout/queue_seconds": math.fsum(t.queue_seconds for t in turns),
+    }
+
+
+def _time(
+    records: Sequence[TrajectoryRecord],
+    turns: Sequence[TurnRecord],
+    began: float | None,
+    seconds: float,
+    engine: Mapping[str, float],
+    spec: Mapping[str, float],
+    validate: bool,
+) -> dict[str, float]:
+    """The time split, and what was computed twice with the seconds it took."""
+    prefill = engine.get("request_prefill_time_seconds", 0.0)
+    spent = EngineSeconds(
+        prefill=prefill,
+        queue=engine.get("request_queue_time_seconds", 0.0),
+        drafting=spec.get("val/propose_seconds" if validate else "propose_seconds", 0.0),
+    )
+    split = time_split(records, began, seconds, spent)
+    recomputed = sum(recomputed_tokens(r.turns) for r in records)
+    return {
+        **{f"time/{kind}_seconds": value for kind, value in split.items()},
+        "cache/recomputed_tokens": recomputed,
+        "cache/recomputed_seconds": recomputed * prefill_seconds_per_token(turns, prefill),
     }
 
 
@@ -131,6 +184,12 @@ def _spec(engine: Mapping[str, float], spec: Mapping[str, float], validate: bool
         name = key.removeprefix("val/").removeprefix("spec/")
         # The verifier's own count is the truth; what the proposer believes stands beside it under another name.
         out[f"spec/proposer_{name}" if f"spec/{name}" in out else f"spec/{name}"] = value
+    for source in SOURCES:
+        if out.get(f"spec/draft_tokens_{source}"):
+            right = out.get(f"spec/accepted_tokens_{source}", 0.0)
+            out[f"spec/acceptance_rate_{source}"] = right / out[f"spec/draft_tokens_{source}"]
+    if "spec/step_per_token_s" in out:
+        out["spec/wasted_seconds"] = out["spec/wasted_tokens"] * out["spec/step_per_token_s"]
     return out
 
 
@@ -180,9 +239,10 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def parse_prometheus(text: str) -> dict[str, float]:
-    """Counters of a vLLM ``/metrics`` page, each summed over its labels.
+    """Counters of a vLLM ``/metrics`` page and the sums of :data:`ENGINE_SUMS`, each summed over its labels.
 
-    Names come without ``vllm:`` and ``_total``; gauges, histograms and counters of anything but vLLM are left out.
+    Names come without ``vllm:``, ``_total`` and ``_sum``; gauges, other histograms and counters of anything but vLLM
+    are left out.
 
     Raises:
         ValueError: the text is not in Prometheus' exposition format.
@@ -191,12 +251,13 @@ def parse_prometheus(text: str) -> dict[str, float]:
 
     out: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        if family.type != "counter" or not family.name.startswith("vllm:"):
-            continue
         name = family.name.removeprefix("vllm:")
+        if name == family.name or not (family.type == "counter" or name in ENGINE_SUMS):
+            continue
+        # Beside the value a counter may carry the time of its creation, a histogram has buckets.
+        wanted = (family.name, f"{family.name}_total") if family.type == "counter" else (f"{family.name}_sum",)
         for sample in family.samples:
-            # Beside the value a counter may carry the time of its creation.
-            if sample.name in (family.name, f"{family.name}_total"):
+            if sample.name in wanted:
                 out[name] = out.get(name, 0.0) + float(sample.value)
     return out
 

@@ -106,6 +106,117 @@ METRICS: tuple[Metric, ...] = (
         "the log says which and why, once; docs/slime.md",
         always=False,
     ),
+    Metric(
+        "time/dispatch_seconds",
+        "s",
+        "mean trajectory: from the rollout's begin to its own start. All time/* values add up to rollout/seconds",
+        "below 0.1 x rollout/seconds",
+        "agent-loop workers are too few or busy: raise actor_rollout_ref.rollout.agent.num_workers",
+    ),
+    Metric(
+        "time/admission_seconds",
+        "s",
+        "mean trajectory: its first turn held by the router until a replica had room",
+        "0 while replicas are not full",
+        "the replicas' KV cache is the limit: more of it, more replicas, or shorter contexts",
+    ),
+    Metric(
+        "time/queue_seconds",
+        "s",
+        "mean trajectory: later turns held by the router",
+        "near 0",
+        "see sched/reason/*: which rule held them",
+    ),
+    Metric(
+        "time/engine_queue_seconds",
+        "s",
+        "mean trajectory: waiting inside the engine (vllm:request_queue_time_seconds)",
+        "near 0",
+        "the engine takes fewer requests at once than it is sent: rollout.max_num_seqs, KV cache",
+    ),
+    Metric(
+        "time/prefill_seconds",
+        "s",
+        "mean trajectory: until the first token of each turn (vllm:request_prefill_time_seconds); 0 where the engine "
+        "does not say, then part of decode",
+        "below time/decode_seconds",
+        "see cache/recomputed_seconds: with a cold cache every turn computes its whole prompt",
+    ),
+    Metric(
+        "time/decode_seconds",
+        "s",
+        "mean trajectory: the rest of its engine time, decoding and verifying",
+        "the largest share",
+        "this is where drafting helps: see spec/estimated_speedup and regime/low_share",
+    ),
+    Metric(
+        "time/drafting_seconds",
+        "s",
+        "mean trajectory: engine time that went into making drafts (estimate: the drafters' share of busy time)",
+        "below 0.05 x time/decode_seconds",
+        "lower war.spec.ingest_ms or war.spec.memory_mb",
+    ),
+    Metric(
+        "time/env_seconds",
+        "s",
+        "mean trajectory: in its environment or tools, while it was not generating",
+        "small against rollout/seconds",
+        "slow environments: raise their concurrency",
+    ),
+    Metric(
+        "time/other_seconds",
+        "s",
+        "mean trajectory: the rest of its life: agent loop, tokenising, rewards, transport",
+        "below 0.1 x rollout/seconds",
+        "rewards or tokenising in the agent-loop worker are slow: more workers",
+    ),
+    Metric(
+        "time/idle_tail_seconds",
+        "s",
+        "mean trajectory: finished, while the step waits for others",
+        "below 0.3 x rollout/seconds",
+        "as rollout/tail_seconds",
+    ),
+    Metric(
+        "regime/low_share",
+        "ratio",
+        "replica time with 1 to war.spec.max_running turns running: drafting pays there. low + high + idle = 1",
+        "any",
+        "nothing: tells how much of the step drafting can reach",
+    ),
+    Metric(
+        "regime/high_share",
+        "ratio",
+        "replica time with more turns running than war.spec.max_running: saturated, cache and order matter",
+    ),
+    Metric(
+        "regime/idle_share",
+        "ratio",
+        "replica time without a running turn",
+        "below 0.3",
+        "waiting for tools (time/env_seconds), for the last trajectories (time/idle_tail_seconds), or imbalance",
+    ),
+    Metric(
+        "replica/tokens_per_s_min",
+        "tokens/s",
+        "generated tokens over rollout/seconds of the slowest replica",
+        "above half of replica/tokens_per_s_max",
+        "one replica is far behind: a shared or throttled machine, or it got the long trajectories",
+    ),
+    Metric("replica/tokens_per_s_max", "tokens/s", "the same of the fastest replica"),
+    Metric(
+        "replica/busy_share_min",
+        "ratio",
+        "least share of the rollout in which a replica ran at least one turn",
+        "above 0.5",
+        "that replica idles: see sched/replica_tokens_max_over_mean",
+    ),
+    Metric(
+        "replica/*",
+        "as the name says",
+        "tokens_per_s and busy_share of each replica by number (up to 32 replicas)",
+        always=False,
+    ),
     Metric("cache/prompt_tokens", "tokens", "prompt tokens of all turns; cached_tokens + computed_tokens"),
     Metric("cache/cached_tokens", "tokens", "prompt tokens served from KV blocks a replica still held"),
     Metric("cache/computed_tokens", "tokens", "prompt tokens that were prefilled"),
@@ -115,6 +226,21 @@ METRICS: tuple[Metric, ...] = (
         "cached over prompt tokens, turns whose engine reported it",
         "above 0.5 with several turns per trajectory",
         "check sched/sticky_rate and rollout/preemptions; block_size must be small against a prompt",
+    ),
+    Metric(
+        "cache/recomputed_tokens",
+        "tokens",
+        "prompt tokens that the trajectory's previous turn had computed already, computed again (the unfilled block of "
+        "each turn included)",
+        "below 0.2 x cache/prompt_tokens",
+        "evicted between turns: fewer trajectories at once, more KV cache; or the trajectory moved (sched/migrations)",
+    ),
+    Metric(
+        "cache/recomputed_seconds",
+        "s",
+        "recomputed_tokens at the step's measured prefill seconds per computed token, summed over turns",
+        "small against rollout/seconds x replicas",
+        "as recomputed_tokens",
     ),
     Metric(
         "cache/unreported_turns",
@@ -155,6 +281,55 @@ METRICS: tuple[Metric, ...] = (
         "as acceptance_rate",
     ),
     Metric("spec/wasted_tokens", "tokens", "draft_tokens - accepted_tokens: verified for nothing"),
+    Metric(
+        "spec/wasted_seconds",
+        "s",
+        "wasted_tokens x spec/step_per_token_s: engine seconds spent on verifying them, by the step-time model",
+        "below spec/saved_seconds",
+        "as acceptance_rate",
+        always=False,
+    ),
+    Metric(
+        "spec/saved_seconds",
+        "s",
+        "engine seconds that the same tokens would have cost more without drafts, by the step-time model, less the "
+        "time that making drafts took; summed over replicas",
+        "above 0 while drafts are made",
+        "below 0 drafting costs more than it gives: war.spec.policy=budget, or off",
+    ),
+    Metric(
+        "spec/estimated_speedup",
+        "ratio",
+        "rollout seconds without drafts, by the step-time model, over rollout/seconds; 1 without drafts",
+        "1.0 and more",
+        "below 1 drafting costs more than it gives: war.spec.policy=budget, or off. `war-rl bench rollout` measures it",
+    ),
+    Metric(
+        "spec/acceptance_rate_*",
+        "ratio",
+        "accepted over draft tokens of drafts read from the trajectory's own text, its group's, the same prompt's in "
+        "an earlier step (prompt) or anything else in the window; the drafters' own counts",
+        "own, group and prompt above window",
+        "group near 0: siblings write different text, or the feed does not arrive (spec/feed_lag_s)",
+        always=False,
+    ),
+    Metric(
+        "spec/draft_tokens_*", "tokens", "tokens drafted, by whose text they were read from (as above)", always=False
+    ),
+    Metric(
+        "spec/accepted_tokens_*",
+        "tokens",
+        "tokens accepted, by whose text they were read from (as above)",
+        always=False,
+    ),
+    Metric(
+        "spec/propose_seconds",
+        "s",
+        "time the engines spent on making drafts and taking text in, summed over replicas",
+        "below 0.05 x rollout/seconds x replicas",
+        "lower war.spec.ingest_ms",
+        always=False,
+    ),
     Metric(
         "spec/proposer_*",
         "as the value without it",
@@ -286,6 +461,22 @@ METRICS: tuple[Metric, ...] = (
         "a hanging environment is cut by war.env.step_timeout_s",
     ),
     Metric(
+        "trace/trajectories",
+        "trajectories",
+        "trajectories of this rollout whose events were written to the trace (war.trace)",
+        "above 0 unless war.trace=off",
+        "the log says why nothing could be written",
+        always=False,
+    ),
+    Metric(
+        "alarm/fired",
+        "alarms",
+        "alarms of this step (each cause is told once in a run)",
+        "0",
+        "the log line that starts with [war-rl] ALARM says what is wrong and what to do",
+        always=False,
+    ),
+    Metric(
         "sync/replicas",
         "replicas",
         "replicas that hold the weights of this step, all of them the same (WAR worker group only)",
@@ -346,6 +537,17 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("corpus/*", "see docs/slime.md", "further values of the corpus feed", always=False),
 )
+
+STEP_METRIC = "training/global_step"
+"""verl's key that W&B draws our values over."""
+
+
+def summary_of(metric: Metric) -> str:
+    """What W&B's summary keeps of a metric over the steps of a run: ``mean``, ``max`` or ``last``."""
+    if metric.name.startswith("sync/"):
+        return "last"
+    return "max" if metric.name.endswith("_max") or metric.name in ("rollout/failed", "spec/feed_lag_s") else "mean"
+
 
 PREFIXES = ("war/", "war_val/")
 

@@ -157,6 +157,7 @@ class TrajectoryRecord:
 
     ``started`` and ``finished`` are unix seconds, so that records of several nodes compare.
     ``status`` is "finished", "truncated" (context or response budget exhausted) or "failed"; ``error`` names why.
+    ``clock_offset`` added to a turn's ``started`` gives unix seconds; 0 where the recorder did not say.
     """
 
     trajectory: TrajectoryId
@@ -168,6 +169,7 @@ class TrajectoryRecord:
     reward: float | None = None
     status: str = "finished"
     error: str = ""
+    clock_offset: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,7 +19,8 @@ def running_episode(identity: TrajectoryId, client: Any) -> Iterator[Episode]:
     On leaving, the record is complete (failed, with the error, if one passed through) and the router of a client that
     has one for trajectories is told that no further turn will come.
     """
-    episode = Episode(TrajectoryRecord(identity, started=time.time()))
+    now = time.time()
+    episode = Episode(TrajectoryRecord(identity, started=now, clock_offset=now - time.monotonic()))
     token = CURRENT_EPISODE.set(episode)
     try:
         yield episode

@@ -15,9 +15,11 @@ from typing import Any
 
 import ray
 
+from war_rl.analysis import prefill_seconds_per_token, slowest
 from war_rl.config import WarConfig
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
 from war_rl.progress import Progress, ProgressLine
+from war_rl.trace import StepTrace, TraceWriter
 from war_rl.trainers.verl.health import ReplicaDead, check_replicas, check_router, raise_if_dead
 from war_rl.trainers.verl.router import RouterLost
 from war_rl.types import TrajectoryRecord
@@ -31,8 +33,11 @@ _CALL_TIMEOUT_S = 30.0
 class RolloutObserver:
     """One for each trainer. ``begin`` before the first trajectory is submitted, ``end`` after the last is in."""
 
-    def __init__(self, war: WarConfig, servers: Mapping[str, Any], router: Any, is_war: bool) -> None:
+    def __init__(
+        self, war: WarConfig, servers: Mapping[str, Any], router: Any, is_war: bool, trace: TraceWriter | None = None
+    ) -> None:
         self._war = war
+        self._trace = trace
         self._servers = dict(servers)
         self._router = router
         self._is_war = is_war
@@ -43,23 +48,27 @@ class RolloutObserver:
         self._line: ProgressLine | None = None
         self._total = 0
         self._validate = False
+        self._step = 0
         self._began = 0.0
+        self._began_unix = 0.0
         self._next_health = 0.0
         self._next_progress = 0.0
+        self._prefill_s_per_token = 0.0
         self.records: list[TrajectoryRecord] = []
 
     def attach(self, manager: Any) -> None:
         """The agent-loop manager exists only once the trainer starts to fit."""
         self._manager = manager
 
-    def begin(self, label: str, total: int, validate: bool) -> None:
+    def begin(self, label: str, total: int, validate: bool, step: int) -> None:
         """A rollout of ``total`` trajectories starts now."""
+        self._step = step
         self._engine = self._read_engines()
         self._spec = self._read_drafters()
         self._feed = self._call_workers("war_feed_counters")
         self._line = ProgressLine(label, clock=time.monotonic, mode=self._war.progress, speaker=True)
         self._total, self._validate = total, validate
-        self._began = time.monotonic()
+        self._began, self._began_unix = time.monotonic(), time.time()
         self._next_health = self._next_progress = self._began + self._war.fault.health_interval_s
 
     def poll(self) -> None:
@@ -106,7 +115,9 @@ class RolloutObserver:
             self._line.close()
         engine = self._change(self._engine, self._read_engines())
         drafters = self._read_drafters()
-        spec = {**self._change(_counters(self._spec), _counters(drafters)), **_gauges(drafters)}
+        before, after = _counters(self._spec), _counters(drafters)
+        drafted = {server_id: delta(before.get(server_id, {}), now) for server_id, now in after.items()}
+        spec = {**add_up(drafted.values()), **_gauges(drafters)}
         feed = add_up(delta(a, b) for a, b in zip(self._feed, self._call_workers("war_feed_counters"), strict=True))
         sched = ray.get(self._router.take_step_stats.remote(self._validate)) if self._is_war else {}
         for record in self.records:
@@ -115,8 +126,40 @@ class RolloutObserver:
                 logger.warning("trajectory %s failed: %s", name, record.error)
         prefix = "val/" if self._validate else ""
         merged = {**spec, **{f"{prefix}{_SENT.get(name, name)}": value for name, value in feed.items()}}
-        return step_metrics(
-            self.records, seconds=seconds, engine=engine, sched=sched, spec=merged, validate=self._validate
+        metrics = step_metrics(
+            self.records,
+            seconds=seconds,
+            engine=engine,
+            sched=sched,
+            spec=merged,
+            validate=self._validate,
+            began=self._began_unix,
+            replicas=list(self._servers),
+            low_running=self._war.spec.max_running,
+            saved={server_id: _net_saved(counts, prefix) for server_id, counts in drafted.items()},
+        )
+        turns = [turn for record in self.records for turn in record.turns]
+        prefill = engine.get("request_prefill_time_seconds", 0.0)
+        self._prefill_s_per_token = prefill_seconds_per_token(turns, prefill)
+        if self._trace is not None:
+            traced = self._trace.add(self._step_trace(seconds))
+            metrics["war_val/trace/trajectories" if self._validate else "war/trace/trajectories"] = float(traced)
+        return metrics
+
+    def slowest(self, rows: int) -> list[list[str | float | None]]:
+        """The slowest trajectories of the rollout that ended last (:func:`war_rl.analysis.slowest`)."""
+        return slowest(self.records, list(self._servers), self._prefill_s_per_token, rows)
+
+    def _step_trace(self, seconds: float) -> StepTrace:
+        return StepTrace(
+            self._step,
+            self._validate,
+            self._began_unix,
+            seconds,
+            list(self._servers),
+            len(self.records),
+            self._prefill_s_per_token,
+            self.records,
         )
 
     # ------------------------------------------------------------------ reading
@@ -173,6 +216,11 @@ _SENT = {"feed_items": "feed_sent_items", "feed_tokens": "feed_sent_tokens"}
 # States of a drafter, not counts: summed over replicas as they are, or the worst of them.
 _GAUGES = ("bytes", "live_trees", "feed_pending", "running")
 _WORST = ("feed_lag_s", "ingest_max_s", "step_base_s", "step_per_token_s")
+
+
+def _net_saved(counts: Mapping[str, float], prefix: str) -> float:
+    """Engine seconds that one replica's drafts saved, less those spent on making them."""
+    return counts.get(f"{prefix}decode_seconds_saved", 0.0) - counts.get(f"{prefix}propose_seconds", 0.0)
 
 
 def _counters(drafters: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:

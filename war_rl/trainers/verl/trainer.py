@@ -19,9 +19,12 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from war_rl import wandb_run
+from war_rl.alarms import Alarms, Situation
 from war_rl.config import to_dict
-from war_rl.progress import step_line
+from war_rl.progress import MARK, step_line
 from war_rl.summary import RunSummary, versions
+from war_rl.trace import TraceWriter
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
@@ -46,6 +49,8 @@ class WarTrainerSync(PPOTrainerSync):
         self._rollout_metrics: dict[str, float] = {}
         self._validation_metrics: dict[str, float] = {}
         self._sync_metrics: dict[str, float] = {}
+        self._slowest: list[list[str | float | None]] = []
+        self._wandb_defined = False
         self._weight_sums: dict[str, float] = {}
         plain = OmegaConf.to_container(config, resolve=True)
         assert isinstance(plain, dict)
@@ -55,6 +60,7 @@ class WarTrainerSync(PPOTrainerSync):
             config={str(key): value for key, value in plain.items()},
             clock=time.monotonic,
             versions=versions(),
+            extra={"war": to_dict(self._war)},
         )
 
     # ------------------------------------------------------------------ construction
@@ -81,7 +87,12 @@ class WarTrainerSync(PPOTrainerSync):
             # Said on the console, whatever the log level: it is the price of drafting.
             print(f"War-RL {drafting_line(self._war, infos)}", flush=True)
         self._servers = servers
-        self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war)
+        drafting = self._is_war and self._war.spec.policy != "off"
+        self._alarms = Alarms(Situation(drafting, len(servers)))
+        trace = TraceWriter(self.config.trainer.default_local_dir, self._war.trace, self._war.trace_mb << 20)
+        if self.config.trainer.resume_mode == "disable":
+            trace.clear()
+        self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace)
 
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=WarClient if self._is_war else MeasuredClient)
@@ -98,20 +109,25 @@ class WarTrainerSync(PPOTrainerSync):
         self._run.finish()
 
     def prepare_step(self) -> dict[str, Any]:
+        self._define_wandb_metrics()
         total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        self._observe.begin(f"step {self.global_steps}", total, validate=False)
+        self._observe.begin(f"step {self.global_steps}", total, validate=False, step=self.global_steps)
         return dict(super().prepare_step())
 
     def on_sample_end(self) -> None:
         # A dead replica's trajectories are missing from the batch: never train on the rest in silence.
         self._observe.check_health()
         self._rollout_metrics = self._observe.end()
+        every = self._war.wandb.slowest_every
+        due = every and self.global_steps % every == 0 and wandb_run.active_run() is not None
+        self._slowest = self._observe.slowest(self._war.wandb.slowest_rows) if due else []
         super().on_sample_end()
 
     def on_validate_begin(self) -> None:
+        self._define_wandb_metrics()
         super().on_validate_begin()
         total = len(self.val_dataset) * self.config.actor_rollout_ref.rollout.val_kwargs.n
-        self._observe.begin("validation", total, validate=True)
+        self._observe.begin("validation", total, validate=True, step=self.global_steps)
 
     def on_validate_end(self) -> None:
         self._observe.check_health()
@@ -173,9 +189,29 @@ class WarTrainerSync(PPOTrainerSync):
         metrics.update(self._validation_metrics)
         metrics.update(self._sync_metrics)
         self._validation_metrics = {}
+        self._tell(metrics)
         reward = metrics.get("critic/rewards/mean")
-        print(step_line(self.global_steps, metrics, reward), flush=True)
+        if self._war.progress != "off":
+            print(step_line(self.global_steps, metrics, reward), flush=True)
         self._run.add_step(self.global_steps, metrics)
+
+    def _tell(self, metrics: dict[str, Any]) -> None:
+        """Raise alarms and complete what W&B shows; the values themselves go through verl's Tracking."""
+        run = wandb_run.active_run()
+        alarms = self._alarms.check(metrics)
+        metrics["war/alarm/fired"] = float(len(alarms))
+        for alarm in alarms:
+            # An alarm is worth a line in every log, whatever war.progress says.
+            print(f"{MARK} ALARM step {self.global_steps}, {alarm.cause}: {alarm.text}", flush=True)
+            if self._war.wandb.alerts:
+                wandb_run.send_alert(run, alarm, self.global_steps)
+        wandb_run.log_slowest(run, self._slowest, self.global_steps)
+
+    def _define_wandb_metrics(self) -> None:
+        # verl opens the W&B run only when it starts to fit.
+        if not self._wandb_defined and wandb_run.active_run() is not None:
+            self._wandb_defined = True
+            wandb_run.define_metrics(wandb_run.active_run())
 
     # ------------------------------------------------------------------ waiting for trajectories
 
