@@ -78,8 +78,8 @@ def layout() -> dict[str, Any]:
 
 def workspace(entity: str, project: str) -> Any:
     """The layout as an unsaved workspace of the library ``wandb-workspaces``."""
-    import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
+    from wandb_workspaces.reports.v2 import interface as reports
 
     sections = [
         workspaces.Section(

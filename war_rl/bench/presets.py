@@ -59,7 +59,7 @@ class Settings:
     rounds: int = 2
     """How often the engines are started, each time in reversed order, while pairs last. Unit: starts."""
     warmup_trajectories: int = 2
-    """Trajectories each side replays before it is measured. Unit: trajectories."""
+    """Trajectories of which each side replays the first two turns before it is measured. Unit: trajectories."""
     seed: int = 0
     """Seed of made-up tokens."""
     prompt_tokens: int = 256

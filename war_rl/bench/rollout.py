@@ -7,7 +7,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from war_rl.bench.options import Options, parse
@@ -20,6 +20,8 @@ from war_rl.traces.workload import Workload, least_prefill_tokens
 
 SAMPLE_S = 0.5
 """Seconds between two looks at the replicas."""
+WARMUP_TURNS = 2
+"""Turns of a trajectory that is replayed to warm up: a first one and one that finds a cache."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -170,7 +172,9 @@ class Bench:
 
         side, settings = self._sides[planned.side], self._settings
         self._step += 1
-        items = work.items[: settings.warmup_trajectories] if planned.warmup else work.items
+        items = work.items
+        if planned.warmup:
+            items = [replace(i, turns=i.turns[:WARMUP_TURNS]) for i in items[: settings.warmup_trajectories]]
         at_once = settings.concurrency * settings.replicas if settings.concurrency and not planned.warmup else None
         await side.begin(self._step)
         before = await side.counters()

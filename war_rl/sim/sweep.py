@@ -278,7 +278,9 @@ def main(argv: Sequence[str]) -> int:
     from war_rl.sim.cli import load_acceptance
 
     file = Path(args.json)
-    document = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"version": 1, "experiments": {}}
+    document: dict[str, Any] = {"version": 1, "experiments": {}}
+    if file.exists():
+        document = json.loads(file.read_text(encoding="utf-8"))
     acceptance = {policy: load_acceptance("", policy) for policy in ("war", "budget")}
     for name in () if args.plots_only else args.experiments or EXPERIMENTS:
         _run(name, args.seeds, document, file, acceptance)
