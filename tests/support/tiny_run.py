@@ -63,6 +63,8 @@ def tiny_overrides(folder: Path, *extra: str) -> list[str]:
         "actor_rollout_ref.rollout.dtype=float32",
         "actor_rollout_ref.rollout.max_model_len=1024",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        # Drafts whatever the machine's step times are; `budget` would not on one that is busy with other things.
+        "war.spec.policy=war",
         "war.env.max_turns=4",
         "war.env.max_tokens_per_turn=24",
         "trainer.logger=[console,file]",
