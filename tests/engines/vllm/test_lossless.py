@@ -30,14 +30,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "top-k": {"temperature": 0.7, "top_k": 4},
 }
-SAMPLES = 3000
+SAMPLES = 6000
 SAMPLED_TOKENS = 4
 LEAST_VISITS = 200
 
 
 def _prompts(count: int) -> list[list[int]]:
     rng = np.random.default_rng(3)
-    return [[int(t) for t in rng.integers(10, 500, 12)] * 2 for _ in range(count)]
+    return [[int(t) for t in rng.integers(10, 440, 12)] * 2 for _ in range(count)]
 
 
 class Engine:
