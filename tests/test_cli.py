@@ -126,6 +126,13 @@ def train(stand_in: Path, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, env=env, cwd=stand_in, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def wait_for(file: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
 def test_overrides_pass_through_and_the_table_ends_the_run(stand_in: Path) -> None:
     install(stand_in, "summary.finish()\n    return 0")
     overrides = ["a.b=1", "+c=[1,2]", "~d"]
@@ -178,10 +185,7 @@ ECHO = """try:
 def test_an_interrupted_run_is_marked_interrupted_and_still_shows_its_steps(stand_in: Path, body: str) -> None:
     install(stand_in, body)
     process = train(stand_in)
-    deadline = time.monotonic() + 60
-    while not (stand_in / "ready").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
+    wait_for(stand_in / "ready", process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Ctrl-C: stopping" in err and "Traceback" not in err
@@ -191,10 +195,7 @@ def test_an_interrupted_run_is_marked_interrupted_and_still_shows_its_steps(stan
 def test_a_run_that_had_failed_before_the_signal_stays_failed(stand_in: Path) -> None:
     install(stand_in, 'summary.finish("failed", "engine died")\n    (FOLDER / "failed").touch()\n    time.sleep(1000)')
     process = train(stand_in)
-    deadline = time.monotonic() + 60
-    while not (stand_in / "failed").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
+    wait_for(stand_in / "failed", process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     data = load_summary(stand_in / "run")

@@ -19,7 +19,7 @@ from war_rl.analysis import (
     replica_values,
     time_split,
 )
-from war_rl.types import TrajectoryRecord, TurnRecord
+from war_rl.types import SOURCES, TrajectoryRecord, TurnRecord
 
 ENGINE_COUNTERS = (
     "spec_decode_num_drafts",
@@ -35,9 +35,6 @@ ENGINE_COUNTERS = (
 
 ENGINE_SUMS = ("request_prefill_time_seconds", "request_queue_time_seconds")
 """vLLM's histograms whose sums :func:`step_metrics` reads beside the counters."""
-
-SOURCES = ("own", "group", "prompt", "window")
-"""Whose text a draft was read from (:data:`war_rl.spec.index.SOURCES`, not imported: it would bring numba along)."""
 
 
 def step_metrics(

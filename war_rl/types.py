@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 TokenArray = NDArray[np.int32]
 
+SOURCES = ("own", "group", "prompt", "window")
+"""Whose text a draft was read from: its own, its group's, the same prompt's in an earlier step, the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryId:

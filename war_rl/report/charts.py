@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from war_rl.analysis import TIME_KINDS
+from war_rl.types import SOURCES
 
 Summary = Mapping[str, Any]
 Figure = dict[str, Any]
@@ -105,7 +106,7 @@ def _lines(runs: Mapping[str, Summary], wanted: Sequence[tuple[str, str]]) -> li
 
 def line_charts(runs: Mapping[str, Summary]) -> dict[str, Figure]:
     """The curves over steps, by the id of their place in the page. One without any values is left out."""
-    sources = [(f"spec/acceptance_rate_{s}", s) for s in ("own", "group", "prompt", "window")]
+    sources = [(f"spec/acceptance_rate_{s}", s) for s in SOURCES]
     charts = {
         "throughput": ("Throughput", "generated tokens/s", [("rollout/tokens_per_s", "all replicas")]),
         "rollout": ("Rollout", "seconds", [("rollout/seconds", "rollout"), ("rollout/tail_seconds", "tail from 90 %")]),

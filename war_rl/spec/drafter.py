@@ -14,9 +14,9 @@ from war_rl.spec import kernels
 from war_rl.spec.budget import FITTED_STEPS, Budget, StepTime
 from war_rl.spec.calibration import Calibration
 from war_rl.spec.corpus import Corpus, Entry, IndexFactory
-from war_rl.spec.index import SOURCES, Predictions
+from war_rl.spec.index import Predictions
 from war_rl.steptime import StepTimeModel
-from war_rl.types import FeedItem, GroupId, TokenArray, TrajectoryId
+from war_rl.types import SOURCES, FeedItem, GroupId, TokenArray, TrajectoryId
 
 LOOK_AHEAD = 1
 """Tokens predicted beyond what may be drafted, so that calibration sees what was not drafted too."""
@@ -178,14 +178,13 @@ class Drafter:
 
     @staticmethod
     def _prefix(requests: Sequence[RequestView]) -> str:
-        """Whose rollout a whole engine step belongs to; training and validation do not overlap."""
+        """Whose rollout the requests' counts belong to, by the first: training and validation do not overlap."""
         trajectory = requests[0].trajectory if requests else None
         return "val/" if trajectory is not None and trajectory.validate else ""
 
     def _start(self, request: RequestView) -> _Running:
-        trajectory = request.trajectory
-        prefix = "val/" if trajectory is not None and trajectory.validate else ""
-        running = _Running(self._corpus.enter(request.key, trajectory, request.tokens), prefix)
+        entry = self._corpus.enter(request.key, request.trajectory, request.tokens)
+        running = _Running(entry, self._prefix([request]))
         self._running[request.key] = running
         return running
 

@@ -18,8 +18,6 @@ from war_rl.spec import kernels
 from war_rl.spec.kernels import ORDERS, PAGE, SCOPES, Floats, Heads, Ints, Longs, State
 from war_rl.types import TokenArray
 
-SOURCES = ("own", "group", "prompt", "window")
-"""Where a continuation was found: own text, the group's, the same prompt's in an earlier step, the rest."""
 TABLES = SCOPES * ORDERS
 PAGE_BYTES = PAGE * 4 * (1 + TABLES) + 20
 HEADS_PER_TOKEN_BYTES = 8 * TABLES

@@ -86,6 +86,18 @@ class MeasuredClient(LLMServerClient):
         return server_id, server
 
 
+async def _answer(call: Any) -> Any:
+    """The router's answer.
+
+    Raises:
+        RouterLost: it does not live.
+    """
+    try:
+        return await call
+    except RayActorError as error:
+        raise RouterLost(f"the router actor is gone ({error}); the run cannot go on") from error
+
+
 class WarClient(MeasuredClient):
     """Announces each turn's trajectory to the router and in the engine's request id, and feeds finished text."""
 
@@ -177,14 +189,12 @@ class WarClient(MeasuredClient):
             self._heartbeat = Heartbeat(self._renew, war_config(self.config).scheduler.lease_s)
         for attempt in range(LEASE_TRIES):
             try:
-                return tuple(await self._load_balancer.acquire_turn.remote(request, self._name))
+                return tuple(await _answer(self._load_balancer.acquire_turn.remote(request, self._name)))
             except LeaseExpired:
                 # This process was stopped or cut off for longer than the lease.
                 logger.warning("the router had given up on %s; asking again", self._name)
                 if attempt + 1 == LEASE_TRIES:
                     raise
-            except RayActorError as error:
-                raise RouterLost(f"the router actor is gone ({error}); the run cannot go on") from error
         raise AssertionError("unreachable")
 
     def _renew(self) -> bool:
@@ -196,10 +206,7 @@ class WarClient(MeasuredClient):
     async def _block_hashes(self, episode: Episode | None, prompt_ids: list[int]) -> tuple[int, ...]:
         """Hashes of the prompt's full KV blocks, made here so that tokens need not travel to the router."""
         if self._block_size is None:
-            try:
-                self._block_size = int(await self._load_balancer.get_block_size.remote())
-            except RayActorError as error:
-                raise RouterLost(f"the router actor is gone ({error}); the run cannot go on") from error
+            self._block_size = int(await _answer(self._load_balancer.get_block_size.remote()))
         if episode is None or not self._block_size:
             return ()
         if episode.hasher is None:
