@@ -10,7 +10,8 @@ Sides: ``war`` is this package's drafter, one per replica. It learns what other 
 ``live``, after ``feed_lag_s`` of virtual time) or when a turn finishes (feed ``turn``).
 ``library`` is the suffix cache of arctic-inference as vLLM configures it (a fresh request per turn), but one for all
 replicas, which flatters it. ``oracle`` has war's text and knows the truth: of all occurrences that the index found it
-takes the best one at exactly the right length.
+takes the best one at exactly the right length. ``length``, on demand, has war's choice of tokens at exactly the right
+length: what is between it and ``war`` is the budget's, between it and ``oracle`` the choice's.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from war_rl.config import ConfigError, SpecConfig, load_config
+from war_rl.spec.calibration import Calibration
 from war_rl.spec.corpus import Corpus, Entry
 from war_rl.spec.drafter import Drafter, RequestView
 from war_rl.spec.index import PagedIndex
 from war_rl.steptime import CPU_TABLE, StepTable
 from war_rl.traces.workload import WorkItem
-from war_rl.types import FeedItem
+from war_rl.types import FeedItem, TokenArray
 
-SIDES = ("war", "library", "oracle")
+SIDES = ("war", "library", "oracle", "length")
+DEFAULT_SIDES = SIDES[:3]
 SLICE_S = 3600.0
 """Ingestion is not bounded in a replay: its clock is virtual."""
 
@@ -266,7 +269,12 @@ class OracleSide:
             end = member.spans[member.turn][1]
             truth = member.text[member.at : min(end, member.at + self._most)]
             assert isinstance(corpus.index, PagedIndex)
-            member.draft = truth[: corpus.index.longest_right(entry.slot, truth)].tolist()
+            member.draft = truth[: self._right(corpus.index, entry.slot, truth)].tolist()
+
+    @staticmethod
+    def _right(index: PagedIndex, slot: int, truth: TokenArray) -> int:
+        """How many of the next tokens [m] perfect choice gets right."""
+        return index.longest_right(slot, truth)
 
     def wrote(self, replica: int, member: _Member, start: int, now: float, turn_over: bool) -> None:
         entry = self._entries.pop(member.key, None) if turn_over else None
@@ -284,9 +292,22 @@ class OracleSide:
         return []
 
 
+class LengthSide(OracleSide):
+    """War's text and war's choice of tokens (which learns nothing: votes alone decide it), with perfect length."""
+
+    @staticmethod
+    def _right(index: PagedIndex, slot: int, truth: TokenArray) -> int:
+        if not len(truth):
+            return 0
+        cells = Calibration().cells
+        found = index.predict([slot], [len(truth)], cells, np.zeros(0, np.int64), 0.0, len(truth))
+        right = found.tokens[0, : int(found.counts[0])] == truth[: int(found.counts[0])]
+        return int(np.argmin(right)) if not right.all() else len(right)
+
+
 def replay(
     trajectories: Sequence[WorkItem],
-    sides: Sequence[str] = SIDES,
+    sides: Sequence[str] = DEFAULT_SIDES,
     step_table: StepTable = CPU_TABLE,
     *,
     spec: SpecConfig | None = None,
@@ -341,7 +362,7 @@ def replay(
         elif name == "library":
             side = LibrarySide()
         else:
-            side = OracleSide(replicas, spec, fanout)
+            side = (OracleSide if name == "oracle" else LengthSide)(replicas, spec, fanout)
         tally = Tally()
         for members in groups.values():
             _fly(side, [_Member(item) for item in members], concurrency, step_table, tally)
@@ -464,7 +485,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", type=int, metavar="N", help="groups to take, in order (all)")
     parser.add_argument("--trials", type=int, metavar="N", help="members of each group to take (all)")
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="running requests per replica (1)")
-    parser.add_argument("--sides", default=",".join(SIDES), help="some of %(default)s")
+    parser.add_argument("--sides", default=",".join(DEFAULT_SIDES), help=f"some of {','.join(SIDES)} (%(default)s)")
     parser.add_argument("--policy", default="", help="war.spec.policy of side war (the configuration's default)")
     parser.add_argument(
         "--max-draft-tokens", type=int, default=0, metavar="N", help="war.spec.max_draft_tokens (its default)"

@@ -144,12 +144,26 @@ def test_tool_seconds_are_scaled_and_unknown_ones_noted() -> None:
     notes = build_workload([known, unknown], spec, {"from the reader": 1}).notes
     assert notes == {"from the reader": 1, "tool time unknown: default_tool_seconds used": 1}
     assert [parse_tool_seconds(t) for t in ("recorded", "zero", "0.25x", "2x")] == [1.0, 0.0, 0.25, 2.0]
+    assert [parse_tool_seconds(t) for t in ("0-2", "0.5-1.5")] == [(0.0, 2.0), (0.5, 1.5)]
     for bad in ("fast", "x", "-1x", "nanx", "infx", "2"):
         with pytest.raises(ValueError, match="expected recorded, zero"):
             parse_tool_seconds(bad)
 
 
+def test_made_up_tool_seconds_depend_on_the_trajectory_alone() -> None:
+    traces = [trace(name, 2, [(1, 1)] * 40, 9.0) for name in ("a", "b")]
+    items = build_workload(traces, WorkloadSpec(tool_range=(1.0, 3.0))).items
+    waits = {item.trace_id: [turn.tool_seconds for turn in item.turns[:-1]] for item in items}
+    assert all(1.0 <= wait <= 3.0 for row in waits.values() for wait in row)
+    assert min(waits["a"]) < 1.5 and max(waits["a"]) > 2.5 and waits["a"] != waits["b"]
+    again = build_workload(traces[::-1], WorkloadSpec(tool_range=(1.0, 3.0))).items
+    assert waits == {item.trace_id: [turn.tool_seconds for turn in item.turns[:-1]] for item in again}
+    assert all(item.turns[-1].tool_seconds == 0 for item in items)
+
+
 def test_bad_specs() -> None:
+    with pytest.raises(ValueError, match="tool_range"):
+        WorkloadSpec(tool_range=(2.0, 1.0))
     for field in ("groups", "n", "turns", "max_context"):
         with pytest.raises(ValueError, match=f"{field}=0"):
             WorkloadSpec(**{field: 0})

@@ -53,7 +53,7 @@ class Settings:
     max_context: int | None = 2560
     """Longest prompt plus generation; longer trajectories are cut, and the cut reported. Unit: tokens."""
     tool_seconds: str = "zero"
-    """``recorded``, ``zero``, or a factor on the recorded times such as ``0.5x``."""
+    """``recorded``, ``zero``, a factor on the recorded times such as ``0.5x``, or made-up seconds such as ``0-2``."""
     pairs: int = 2
     """How often each side is measured. Unit: runs."""
     rounds: int = 2
@@ -96,12 +96,14 @@ class Settings:
 
     def workload_spec(self, limit: int | None = None) -> WorkloadSpec:
         """What of the recordings is replayed; ``limit`` is the model's own longest context in tokens."""
+        tools = parse_tool_seconds(self.tool_seconds)
         return WorkloadSpec(
             groups=self.groups,
             n=self.n,
             turns=self.turns,
             max_context=min((c for c in (self.max_context, limit) if c), default=None),
-            tool_scale=parse_tool_seconds(self.tool_seconds),
+            tool_scale=1.0 if isinstance(tools, tuple) else tools,
+            tool_range=tools if isinstance(tools, tuple) else None,
         )
 
     def no_repeat(self, tokens: SyntheticTokens) -> list[TokenTrace]:

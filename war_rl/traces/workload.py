@@ -7,6 +7,7 @@ context, and settle how long the environment takes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -87,6 +88,9 @@ class WorkloadSpec:
     """Factor on recorded tool times; 0 replays without waiting. Unit: none."""
     default_tool_seconds: float = 0.0
     """Wait, before scaling, where the recording has no tool time. Unit: seconds."""
+    tool_range: tuple[float, float] | None = None
+    """Made-up waits, evenly spread between the two, in place of the recorded ones; the same ones for the same
+    trajectory. Unit: seconds."""
 
     def __post_init__(self) -> None:
         for name, low in (("groups", 1), ("n", 1), ("turns", 1), ("max_context", 2)):
@@ -96,6 +100,8 @@ class WorkloadSpec:
         for name in ("tool_scale", "default_tool_seconds"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}: must be a number >= 0")
+        if self.tool_range and not 0 <= self.tool_range[0] <= self.tool_range[1] < float("inf"):
+            raise ValueError(f"tool_range={self.tool_range}: must be two numbers >= 0, the smaller one first")
 
 
 @dataclass(slots=True)
@@ -195,7 +201,7 @@ def build_workload(traces: Sequence[TokenTrace], spec: WorkloadSpec, notes: dict
                 _note(work.notes, "trajectory without generated tokens left out", 1)
                 continue
             identity = TrajectoryId(group, session, 0, group)
-            work.items.append(WorkItem(identity, trace.id, prompt, _timed(kept, spec, work.notes)))
+            work.items.append(WorkItem(identity, trace.id, prompt, _timed(kept, spec, work.notes, trace.id)))
     if not work.items:
         raise ValueError("the selection leaves no trajectory to replay")
     return work
@@ -281,11 +287,14 @@ def _fit(prompt: TokenArray, turns: list[TokenTurn], limit: int | None, cut: Cut
     return prompt, kept
 
 
-def _timed(turns: list[TokenTurn], spec: WorkloadSpec, notes: dict[str, int]) -> tuple[WorkTurn, ...]:
+def _timed(turns: list[TokenTurn], spec: WorkloadSpec, notes: dict[str, int], name: str) -> tuple[WorkTurn, ...]:
     out = []
     for number, turn in enumerate(turns):
         if number + 1 == len(turns):
             out.append(WorkTurn(turn.model, turn.env[:0], 0.0))
+            continue
+        if spec.tool_range:
+            out.append(WorkTurn(turn.model, turn.env, _made_up(spec.tool_range, f"{name}/{number}")))
             continue
         known = turn.tool_seconds
         if known is None:
@@ -295,8 +304,15 @@ def _timed(turns: list[TokenTurn], spec: WorkloadSpec, notes: dict[str, int]) ->
     return tuple(out)
 
 
-def parse_tool_seconds(text: str) -> float:
-    """The factor behind ``--tool-seconds``: ``recorded`` is 1, ``zero`` is 0, ``0.5x`` is half the recorded time.
+def _made_up(bounds: tuple[float, float], name: str) -> float:
+    """A number between the bounds that depends on the name alone."""
+    share = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "big") / (1 << 48)
+    return bounds[0] + share * (bounds[1] - bounds[0])
+
+
+def parse_tool_seconds(text: str) -> float | tuple[float, float]:
+    """What ``--tool-seconds`` says: a factor on the recorded times (``recorded`` is 1, ``zero`` 0, ``0.5x`` half of
+    them), or the range of made-up times (``0-2``, in seconds).
 
     Raises:
         ValueError: anything else.
@@ -304,12 +320,18 @@ def parse_tool_seconds(text: str) -> float:
     named = {"recorded": 1.0, "zero": 0.0, "0": 0.0}
     if text in named:
         return named[text]
+    if made_up := re.fullmatch(r"(\d+\.?\d*)-(\d+\.?\d*)", text):
+        low, high = (float(number) for number in made_up.groups())
+        if low <= high:
+            return low, high
     try:
         factor = float(text[:-1]) if text.endswith("x") else -1.0
     except ValueError:
         factor = -1.0
     if not 0 <= factor < float("inf"):
-        raise ValueError(f"--tool-seconds {text}: expected recorded, zero, or a factor such as 0.5x")
+        raise ValueError(
+            f"--tool-seconds {text}: expected recorded, zero, a factor such as 0.5x, or seconds such as 0-2"
+        )
     return factor
 
 
