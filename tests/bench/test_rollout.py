@@ -122,7 +122,8 @@ def test_an_engine_without_drafting_has_drafted_nothing() -> None:
 
 def test_only_sides_that_differ_in_their_scheduler_share_engines() -> None:
     def side(rollout: str = "war", scheduler: str = "cost", spec: str = "off", length: int = 512) -> object:
-        rollout_config = {"name": rollout, "max_model_len": length}
+        # As configs/war_ppo_base.yaml does it.
+        rollout_config = {"name": rollout, "max_model_len": length, "custom": {"war": "${war}"}}
         return OmegaConf.create(
             {
                 "trainer": {"rollout": rollout},

@@ -151,7 +151,7 @@ def test_tool_seconds_are_scaled_and_unknown_ones_noted() -> None:
 
 
 def test_made_up_tool_seconds_depend_on_the_trajectory_alone() -> None:
-    traces = [trace(name, 2, [(1, 1)] * 40, 9.0) for name in ("a", "b")]
+    traces = [trace("g", 2, [(1, 1)] * 40, 9.0, name) for name in ("a", "b")]
     items = build_workload(traces, WorkloadSpec(tool_range=(1.0, 3.0))).items
     waits = {item.trace_id: [turn.tool_seconds for turn in item.turns[:-1]] for item in items}
     assert all(1.0 <= wait <= 3.0 for row in waits.values() for wait in row)

@@ -105,6 +105,9 @@ def can_share_engines(one: Any, other: Any) -> bool:
         return False
     first, second = (OmegaConf.to_container(config, resolve=True) for config in (one, other))
     schedulers = [config["war"].pop("scheduler", None) for config in (first, second)]
+    for config in (first, second):
+        # The copy of the section that travels to the engines, which do not read this part of it.
+        ((config["actor_rollout_ref"]["rollout"].get("custom") or {}).get("war") or {}).pop("scheduler", None)
     return bool(first == second and schedulers[0] != schedulers[1])
 
 
