@@ -366,6 +366,23 @@ def test_the_best_chance_is_that_of_the_best_cell() -> None:
     assert calibration.best() > 0.99
 
 
+def test_the_correction_learns_what_tokens_say_and_best_bounds_it() -> None:
+    calibration = Calibration()
+    info = np.zeros((1, kernels.INFO), np.int64)
+    chances = {}
+    for _ in range(200):
+        for token, came in ((5, 5), (6, 7)):  # alike in all but the token: one is always right, the other never
+            info[0, :3] = 4, kernels.CELLS_1 + 4, kernels.CELLS_1 + kernels.CELLS_2 + 4
+            kernels._features(info[0], token, 9, 1, 1, 0)
+            p = kernels.estimate(calibration.cells, *(int(cell) for cell in info[0, :3]))
+            chances[token] = kernels.corrected(calibration.cells, p, info[0])
+            kernels.learn(calibration.cells, np.array([token], np.int32), info, 1, np.array([came], np.int32))
+    assert 0.4 < p < 0.6
+    assert chances[5] > 0.9 and chances[6] < 0.1
+    assert calibration.best() >= chances[5]
+    assert np.abs(calibration.cells[kernels.BIAS :, 0]).max() <= kernels.WEIGHT_BOUND
+
+
 def test_calibration_learns_and_forgets_to_its_prior() -> None:
     drafter = make("budget")
     rng = np.random.default_rng(0)

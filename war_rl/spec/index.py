@@ -37,7 +37,8 @@ class Predictions:
 
     Attributes:
         tokens: int32 [R, D].
-        info: int64 [R, D, 6], the calibration cells (3), source, match length and origin slot of each token.
+        info: int64 [R, D, kernels.INFO], the calibration cells (3), source, match length, origin slot and the weights'
+            rows (4) of each token.
         probs: float64 [R, D], calibrated chance of each token given the ones before it.
         counts: int64 [R], how many of the D are there.
         links: int64 [R], occurrences looked at: the work that was done.
@@ -241,7 +242,7 @@ class PagedIndex:
         rows = len(slots)
         found = Predictions(
             np.zeros((rows, depth), np.int32),
-            np.zeros((rows, depth, 6), np.int64),
+            np.zeros((rows, depth, kernels.INFO), np.int64),
             np.zeros((rows, depth), np.float64),
             np.zeros(rows, np.int64),
             np.zeros(rows, np.int64),
