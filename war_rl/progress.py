@@ -113,6 +113,11 @@ class ProgressLine:
         self._shown: Progress | None = None
         self._drawn = False
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is ever shown: then nobody need look."""
+        return self._quiet
+
     def update(self, state: Progress) -> None:
         """Show ``state`` if it is time to; the moment everything has come in is always shown."""
         if self._quiet:

@@ -51,6 +51,7 @@ class RolloutObserver:
         self._step = 0
         self._began = 0.0
         self._began_unix = 0.0
+        self._spent = 0.0
         self._next_health = 0.0
         self._next_progress = 0.0
         self._prefill_s_per_token = 0.0
@@ -62,6 +63,7 @@ class RolloutObserver:
 
     def begin(self, label: str, total: int, validate: bool, step: int) -> None:
         """A rollout of ``total`` trajectories starts now."""
+        asked = time.monotonic()
         self._step = step
         self._engine = self._read_engines()
         self._spec = self._read_drafters()
@@ -69,6 +71,7 @@ class RolloutObserver:
         self._line = ProgressLine(label, clock=time.monotonic, mode=self._war.progress, speaker=True)
         self._total, self._validate = total, validate
         self._began, self._began_unix = time.monotonic(), time.time()
+        self._spent = self._began - asked
         self._next_health = self._next_progress = self._began + self._war.fault.health_interval_s
 
     def poll(self) -> None:
@@ -82,7 +85,7 @@ class RolloutObserver:
         if now >= self._next_health:
             self.check_health()
             self._next_health = time.monotonic() + self._war.fault.health_interval_s
-        if now >= self._next_progress and self._line is not None:
+        if now >= self._next_progress and self._line is not None and not self._line.quiet:
             self._line.update(self._progress(now))
             self._next_progress = time.monotonic() + 1.0
 
@@ -108,7 +111,8 @@ class RolloutObserver:
 
     def end(self) -> dict[str, float]:
         """Metrics of the rollout that began last; also keeps its records in ``records``."""
-        seconds = time.monotonic() - self._began
+        ended = time.monotonic()
+        seconds = ended - self._began
         self.records = [r for part in self._call_workers("war_take_records", self._validate) for r in part]
         if self._line is not None:
             self._line.update(self._final_progress(seconds))
@@ -141,10 +145,18 @@ class RolloutObserver:
         turns = [turn for record in self.records for turn in record.turns]
         prefill = engine.get("request_prefill_time_seconds", 0.0)
         self._prefill_s_per_token = prefill_seconds_per_token(turns, prefill)
+        room = "war_val" if self._validate else "war"
         if self._trace is not None:
-            traced = self._trace.add(self._step_trace(seconds))
-            metrics["war_val/trace/trajectories" if self._validate else "war/trace/trajectories"] = float(traced)
+            before = time.monotonic()
+            metrics[f"{room}/trace/trajectories"] = float(self._trace.add(self._step_trace(seconds)))
+            metrics[f"{room}/trace/seconds"] = time.monotonic() - before
+        metrics[f"{room}/observe/seconds"] = self._spent + time.monotonic() - ended
         return metrics
+
+    def abandon(self) -> None:
+        """The rollout that began last will not end: whatever is printed next starts on a line of its own."""
+        if self._line is not None:
+            self._line.close()
 
     def slowest(self, rows: int) -> list[list[str | float | None]]:
         """The slowest trajectories of the rollout that ended last (:func:`war_rl.analysis.slowest`)."""

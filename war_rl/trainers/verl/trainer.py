@@ -105,6 +105,7 @@ class WarTrainerSync(PPOTrainerSync):
             super().fit(agent_loop_manager)
         except BaseException as error:
             self._run.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error))
+            self._observe.abandon()
             raise
         self._run.finish()
 
