@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from war_rl.bench.driver import Replay
+from war_rl.trainers.verl.episodes import count_progress
 from war_rl.types import TrajectoryRecord
 
 T = TypeVar("T")
@@ -36,15 +37,7 @@ class Players:
 
     def war_progress(self) -> dict[str, Any]:
         """As ``WarAgentLoopWorker.war_progress``."""
-        finished, running = list(self._state.records), list(self._state.running)
-        turns = [turn for record in [*finished, *running] for turn in record.turns]
-        return {
-            "finished": len(finished),
-            "failed": sum(record.status == "failed" for record in finished),
-            "running": len(running),
-            "generated_tokens": sum(turn.generated_tokens for turn in turns),
-            "errors": [],
-        }
+        return count_progress(list(self._state.records), list(self._state.running))
 
     def war_take_records(self, validate: bool) -> list[TrajectoryRecord]:
         """As ``WarAgentLoopWorker.war_take_records``; the run itself keeps its records."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from war_rl.config import SchedulerConfig
 from war_rl.rollout.cost import RatePriors, ReplicaRates
+from war_rl.rollout.outlook import seconds_left
 from war_rl.rollout.planner import Planner
 from war_rl.rollout.policies import make_policy
 from war_rl.rollout.progress import Progress, Remaining
@@ -354,6 +355,22 @@ class GlobalScheduler:
             waiting=stats.waiting, max_waiting=stats.waiting, admitted=stats.admitted, max_admitted=stats.admitted
         )
         return out
+
+    def seconds_left(self, validate: bool, to_come: int, now: float) -> float | None:
+        """How long the rollout still takes; None before that can be told. See :mod:`war_rl.rollout.outlook`.
+
+        ``to_come``: trajectories of it that have not ended, those that have not begun included. Changes nothing.
+        """
+        return seconds_left(
+            self._trajectories.values(),
+            self._turns,
+            self._alive,
+            self.progress,
+            tool_seconds=self.tool_seconds,
+            validate=validate,
+            to_come=to_come,
+            now=now,
+        )
 
     def explanations(self) -> list[dict[str, Any]]:
         """The last ``explain`` decisions, oldest first: when, which turn, where, why, and the costs compared."""

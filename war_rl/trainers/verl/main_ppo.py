@@ -12,11 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from war_rl.board import TOKEN_VARIABLE
 from war_rl.config import ConfigError, load_config
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = "war_ppo_trainer"
+
+PASSED_ON = ("WANDB_MODE", "WANDB_DIR", "VERL_PLATFORM", "WAR_PLATFORM", "VERL_FILE_LOGGER_ROOT")
+"""Environment variables that the run's processes get where they are set here."""
 
 
 def choose_platform() -> str:
@@ -78,6 +82,7 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
     Exceptions of a started run pass through.
     """
     from war_rl.compat import check_versions
+    from war_rl.display import announce, shown
     from war_rl.supervise import interrupted
 
     problems = check_versions()
@@ -99,10 +104,14 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
 
         print(OmegaConf.to_yaml(config, resolve=True))
         return 0
+    from war_rl.trainers.verl.settings import war_config
+
+    announce(war_config(config).progress)
     folder = _prepare_run_folder(config)
     print(f"war-rl: rollout={config.trainer.rollout} platform={platform} run folder {folder}", flush=True)
     try:
-        _train(config)
+        with shown(folder):
+            _train(config)
     except Exception as error:
         if interrupted():
             raise KeyboardInterrupt from error
@@ -150,7 +159,7 @@ def _prepare_run_folder(config: Any) -> Path:
         # verl's file logger writes into the working folder otherwise.
         os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(folder))
         # A cluster that runs already does not inherit this process's environment.
-        for name in ("WANDB_MODE", "WANDB_DIR", "VERL_PLATFORM", "WAR_PLATFORM", "VERL_FILE_LOGGER_ROOT"):
+        for name in (*PASSED_ON, TOKEN_VARIABLE):
             if name in os.environ:
                 env_vars[name] = os.environ[name]
     return folder

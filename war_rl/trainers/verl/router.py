@@ -142,6 +142,10 @@ class Router:
         """State for the progress line and for debugging: turns running by replica, and turns held here."""
         return {"running": self._shell.running(), "waiting": self._shell.waiting}
 
+    def seconds_left(self, validate: bool, to_come: int) -> float | None:
+        """How long a rollout still takes, of which ``to_come`` trajectories have not ended; None if that is not known."""
+        return self._shell.seconds_left(validate, to_come)
+
     def explanations(self) -> list[dict[str, Any]]:
         """The last ``war.scheduler.explain`` decisions; see :meth:`GlobalScheduler.explanations`."""
         return self._shell.scheduler.explanations()

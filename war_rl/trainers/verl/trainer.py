@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from war_rl import wandb_run
 from war_rl.alarms import Alarms, Situation
+from war_rl.board import TOKEN_VARIABLE, Board
 from war_rl.config import to_dict
 from war_rl.progress import MARK, step_line
 from war_rl.summary import RunSummary, versions
@@ -54,6 +56,8 @@ class WarTrainerSync(PPOTrainerSync):
         self._weight_sums: dict[str, float] = {}
         plain = OmegaConf.to_container(config, resolve=True)
         assert isinstance(plain, dict)
+        # Where and for whom the run's processes were started is no part of what is computed.
+        plain.pop("ray_kwargs", None)
         self._run = RunSummary(
             config.trainer.default_local_dir,
             rollout=config.trainer.rollout,
@@ -92,7 +96,16 @@ class WarTrainerSync(PPOTrainerSync):
         trace = TraceWriter(self.config.trainer.default_local_dir, self._war.trace, self._war.trace_mb << 20)
         if self.config.trainer.resume_mode == "disable":
             trace.clear()
-        self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace)
+        board = self._board()
+        self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace, board)
+
+    def _board(self) -> Board | None:
+        """Where the command's display looks for progress, if it has one."""
+        board = Board.watched(self.config.trainer.default_local_dir)
+        if board is None and TOKEN_VARIABLE in os.environ and self._war.progress != "off":
+            text = "the command's machine does not share the run folder with this one: progress in plain lines"
+            print(f"{MARK} {text}", flush=True)
+        return board
 
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=WarClient if self._is_war else MeasuredClient)
