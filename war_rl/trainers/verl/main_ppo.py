@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,14 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
     announce(war_config(config).progress)
     folder = _prepare_run_folder(config)
     print(f"war-rl: rollout={config.trainer.rollout} platform={platform} run folder {folder}", flush=True)
+    began = time.time()
     try:
         with shown(folder):
             _train(config)
     except Exception as error:
         if interrupted():
             raise KeyboardInterrupt from error
-        _close_summary(folder, error)
+        _close_summary(folder, error, began)
         raise
     if not os.environ.get("WAR_RL_SUMMARY_NOTE"):
         # The command line prints it itself, also for runs that were interrupted.
@@ -177,13 +179,17 @@ def _train(config: Any) -> None:
         ray.shutdown()
 
 
-def _close_summary(folder: Path, error: Exception) -> None:
-    """A run that died before its first step has nobody else to say why. The innermost cause says most."""
+def _close_summary(folder: Path, error: Exception, began: float) -> None:
+    """A run that died before its first step has nobody else to say why. The innermost cause says most.
+
+    ``began``, unix seconds, tells its summary from what an earlier run left in the folder.
+    """
     from war_rl.summary import mark_ended
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     try:
-        mark_ended(folder, "failed", lines[-1] if lines else type(error).__name__)
+        # The trainer may live on another machine, whose clock may be a little behind.
+        mark_ended(folder, "failed", lines[-1] if lines else type(error).__name__, since=began - 60.0)
     except (OSError, ValueError):
         logger.debug("no summary to close in %s", folder)
 

@@ -28,6 +28,7 @@ from war_rl.progress import MARK, step_line
 from war_rl.summary import RunSummary, versions
 from war_rl.trace import TraceWriter
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
+from war_rl.trainers.verl.monitoring import add_router
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
 
@@ -88,6 +89,9 @@ class WarTrainerSync(PPOTrainerSync):
             router = manager.global_load_balancer
             ray.get(router.configure.remote(war, dict(zip(servers, infos, strict=True)), seed), timeout=_CALL_TIMEOUT_S)
             logger.info("WAR worker group: %s", infos)
+            metrics = add_router(self.config.actor_rollout_ref.rollout, list(servers), router)
+            if metrics:
+                print(f"War-RL router: metrics for Prometheus at http://{metrics}/metrics", flush=True)
             # Said on the console, whatever the log level: it is the price of drafting.
             print(f"War-RL {drafting_line(self._war, infos)}", flush=True)
         self._servers = servers
