@@ -5,53 +5,16 @@ from __future__ import annotations
 
 import io
 import os
-import pty
-import re
-import select
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.terminal import OnTerminal, Terminal
 from war_rl import display
 from war_rl.board import FILE, TOKEN_VARIABLE
 from war_rl.screen import Above, Screen
-
-_PIECE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\r\n|\n|\r)|([^\x1b\r\n]+)")
-
-
-class Terminal(io.StringIO):
-    """Understands what is used here: text, new lines, going up to a line's start, erasing below, colours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines, self.row, self.column, self.modes = [""], 0, 0, []
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        for number, letter, newline, plain in _PIECE.findall(text):
-            if letter == "F":
-                self.row, self.column = max(0, self.row - int(number)), 0
-            elif letter == "J":
-                self.lines[self.row] = self.lines[self.row][: self.column]
-                del self.lines[self.row + 1 :]
-            elif letter and letter != "m":
-                self.modes.append(number + letter)
-            elif newline == "\r":
-                self.column = 0
-            elif newline:
-                self.row, self.column = self.row + 1, 0
-                self.lines += [""] * (self.row + 1 - len(self.lines))
-            else:
-                old = self.lines[self.row].ljust(self.column)
-                self.lines[self.row] = old[: self.column] + plain + old[self.column + len(plain) :]
-                self.column += len(plain)
-        return len(text)
 
 
 def test_the_block_stays_below_what_is_printed() -> None:
@@ -154,60 +117,8 @@ print("after")
 """
 
 
-class OnTerminal:
-    """The command above on a pseudo terminal."""
-
-    def __init__(self, folder: Path, *args: str, command: str = COMMAND) -> None:
-        self.master, slave = pty.openpty()
-        env = {**os.environ, "TERM": "xterm", "PYTHONPATH": os.getcwd(), "COLUMNS": "", "LINES": ""}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", command, str(folder), *args],
-            stdin=subprocess.PIPE,
-            stdout=slave,
-            stderr=slave,
-            env=env,
-            text=True,
-        )
-        os.close(slave)
-        self.raw = ""
-
-    def say(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-
-    def until(self, text: str) -> None:
-        """Read until the terminal shows ``text``."""
-        until = time.monotonic() + 60.0
-        while text not in "\n".join(self.screen().lines):
-            assert time.monotonic() < until, self.raw
-            if select.select([self.master], [], [], 0.2)[0]:
-                self._read()
-
-    def end(self) -> int:
-        code = self.process.wait(60.0)
-        while select.select([self.master], [], [], 0.2)[0]:
-            if not self._read():
-                break
-        os.close(self.master)
-        return code
-
-    def _read(self) -> bool:
-        try:
-            data = os.read(self.master, 65536)
-        except OSError:
-            return False
-        self.raw += data.decode()
-        return bool(data)
-
-    def screen(self) -> Terminal:
-        terminal = Terminal()
-        terminal.write(self.raw)
-        return terminal
-
-
 def test_on_a_terminal_everything_else_goes_above_and_nothing_stays(tmp_path: Path) -> None:
-    run = OnTerminal(tmp_path)
+    run = OnTerminal("-c", COMMAND, str(tmp_path))
     run.until("step 3")
     run.say("shown")
     run.until("to a log")
@@ -222,7 +133,7 @@ def test_on_a_terminal_everything_else_goes_above_and_nothing_stays(tmp_path: Pa
 
 
 def test_a_training_that_fails_leaves_its_error_and_no_display(tmp_path: Path) -> None:
-    run = OnTerminal(tmp_path, "fail")
+    run = OnTerminal("-c", COMMAND, str(tmp_path), "fail")
     run.until("step 3")
     run.say("shown")
     run.say("end")
@@ -233,7 +144,7 @@ def test_a_training_that_fails_leaves_its_error_and_no_display(tmp_path: Path) -
 
 
 def test_a_display_that_cannot_go_on_says_so_and_frees_the_trainer_to_print(tmp_path: Path) -> None:
-    run = OnTerminal(tmp_path, "break")
+    run = OnTerminal("-c", COMMAND, str(tmp_path), "break")
     run.until("step 3")
     run.say("shown")
     run.say("end")
@@ -266,7 +177,7 @@ sys.exit(code)
 
 
 def test_ctrl_c_keeps_what_the_watching_process_says(tmp_path: Path) -> None:
-    run = OnTerminal(tmp_path, command=SUPERVISED)
+    run = OnTerminal("-c", SUPERVISED, str(tmp_path))
     run.until("starting engines")
     # To the watching process only: it passes it on, after having said what it does.
     run.process.send_signal(signal.SIGINT)
@@ -277,7 +188,7 @@ def test_ctrl_c_keeps_what_the_watching_process_says(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_a_usable_terminal(tmp_path: Path) -> None:
-    run = OnTerminal(tmp_path, "die", command=SUPERVISED)
+    run = OnTerminal("-c", SUPERVISED, str(tmp_path), "die")
     run.until("starting engines")
     run.say("now")
     assert run.end() == 137
