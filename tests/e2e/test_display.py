@@ -42,7 +42,7 @@ def test_a_training_shows_its_progress_and_its_router_can_be_scraped(tmp_path: P
     assert re.search(r"\[war-rl\].{0,20} step [12] .*/16 trajectories", run.raw)
     assert not re.search(r"\[war-rl\] step \d+: \d+/\d+ trajectories", run.raw)
     screen = "\n".join(run.screen().lines)
-    assert "step 2 done" in screen and "starting engines" not in screen and "trajectories, " not in screen
+    assert "step 2 done" in screen and "starting engines" not in screen and "/16 trajectories" not in screen
     assert run.screen().modes == [] and not (tmp_path / "run" / "progress.json").exists()
     (job,) = (job for job in yaml.safe_load(scrape.read_text())["scrape_configs"] if job["job_name"] == "rollout")
     ((engine, other, router),) = (part["targets"] for part in job["static_configs"])
