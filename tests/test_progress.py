@@ -84,7 +84,7 @@ def test_unknown_mode_is_refused_with_the_choices() -> None:
 
 def test_many_replicas_are_counted_instead_of_named() -> None:
     clock, stream = Clock(), Stream(False)
-    regimes = {f"r{i}": "low" if i < 6 else "high" for i in range(8)}
+    regimes = {f"r{i}": f"low({i})" if i < 6 else "high" for i in range(8)}
     ProgressLine("s", clock=clock, stream=stream, worker=False).update(Progress(0, 1, 0, 0.0, regimes))
     assert stream.getvalue() == f"{MARK} s: 0/1 trajectories, 0 tok/s, 0 s, high 2 low 6\n"
 
@@ -96,6 +96,36 @@ def test_worker_is_recognised_without_importing_ray(monkeypatch: pytest.MonkeyPa
         worker = SimpleNamespace(global_worker=SimpleNamespace(mode=mode))
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(WORKER_MODE=1, _private=SimpleNamespace(worker=worker)))
         assert in_ray_worker() is expected
+
+
+def test_a_display_elsewhere_gets_the_states_and_when_it_is_gone_lines_follow() -> None:
+    clock, stream, taken = Clock(), Stream(False), []
+
+    def take(state: Progress, complete: bool) -> None:
+        if len(taken) == 3:
+            raise FileNotFoundError("nobody looks")
+        taken.append((state.finished, complete))
+
+    line = ProgressLine("step 3", clock=clock, stream=stream, worker=False, elsewhere=take)
+    for finished in (0, 1, 2, 2):
+        line.update(Progress(finished, 2, 0, 0.0))
+        clock.now += 0.3
+    # Half a second must pass, but for the end, which is told at once and once only.
+    assert taken == [(0, False), (2, True)] and stream.getvalue() == ""
+    line = ProgressLine("step 4", clock=clock, stream=stream, worker=False, elsewhere=take)
+    for finished in (0, 1, 2):
+        line.update(Progress(finished, 9, 0, 0.0))
+        clock.now += 6.0
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == f"{MARK} progress goes on in plain lines: nobody looks"
+    assert [x.split()[3] for x in lines[1:]] == ["1/9", "2/9"]
+
+
+def test_what_is_off_is_quiet_for_everybody() -> None:
+    told: list[Progress] = []
+    line = ProgressLine("s", clock=Clock(), mode="off", worker=False, elsewhere=lambda s, _: told.append(s))
+    line.update(Progress(0, 1, 0, 0.0))
+    assert line.quiet and told == []
 
 
 def test_end_of_step_line_names_failures_only_when_there_are_some() -> None:

@@ -29,9 +29,15 @@ class Clock:
         return self.now
 
 
-def start(folder: Path, rollout: str = "war", clock: Clock | None = None) -> RunSummary:
+def start(folder: Path, rollout: str = "war", clock: Clock | None = None, at: float = 1000.0) -> RunSummary:
     return RunSummary(
-        folder, rollout=rollout, config={"a": 1}, clock=clock or Clock(), versions={"verl": "1"}, extra={"run": "x"}
+        folder,
+        rollout=rollout,
+        config={"a": 1},
+        clock=clock or Clock(),
+        unix_time=lambda: at,
+        versions={"verl": "1"},
+        extra={"run": "x"},
     )
 
 
@@ -98,6 +104,32 @@ def test_a_killed_run_can_be_closed_from_outside_once(tmp_path: Path) -> None:
     assert mark_ended(tmp_path, "failed") is False
     data = load_summary(tmp_path / "summary.json")
     assert data["status"] == "interrupted" and len(data["steps"]) == 1
+
+
+def test_a_run_that_was_stopped_before_its_first_step_shows_its_seconds(tmp_path: Path) -> None:
+    start(tmp_path, at=1000.0)
+    assert mark_ended(tmp_path, "interrupted", unix_time=lambda: 1042.4)
+    assert format_table(load_summary(tmp_path)).splitlines()[-1].startswith("interrupted after 42 s, 0 steps")
+
+
+def test_seconds_after_the_last_step_count_and_a_clock_that_is_behind_takes_none_away(tmp_path: Path) -> None:
+    for now, seconds in ((1100.0, 100.0), (1003.0, 30.0)):
+        clock = Clock()
+        summary = start(tmp_path, clock=clock, at=1000.0)
+        clock.now += 30
+        summary.add_step(1, metrics())
+        mark_ended(tmp_path, "failed", unix_time=lambda now=now: now)  # type: ignore[misc]
+        assert load_summary(tmp_path)["wall_seconds"] == seconds
+
+
+def test_what_an_earlier_run_left_is_not_closed_for_this_one(tmp_path: Path) -> None:
+    start(tmp_path, at=1000.0)
+    assert mark_ended(tmp_path, "failed", since=2000.0, unix_time=lambda: 2010.0) is False
+    assert load_summary(tmp_path)["status"] == "running"
+    data = load_summary(tmp_path)
+    del data["started"]  # as written by an earlier version
+    (tmp_path / "summary.json").write_text(json.dumps(data))
+    assert mark_ended(tmp_path, "failed") and load_summary(tmp_path)["wall_seconds"] == 0.0
 
 
 def test_what_is_no_summary_is_refused_by_name(tmp_path: Path) -> None:

@@ -188,7 +188,8 @@ class WarConfig:
     trace_mb: int = 64
     """Most that the trace may hold on disk; the oldest steps go first. Unit: MiB."""
     progress: str = "auto"
-    """Live progress while trajectories come in: ``auto`` (a line on a terminal, sparse in a log), ``on``, ``off``."""
+    """Live progress while trajectories come in: ``auto`` (a display on a terminal, sparse lines in a log), ``on``,
+    ``off``. See docs/monitoring.md."""
     poll_interval_s: float = 0.05
     """How often the trainer looks for finished trajectories; stock verl's 2 s quantises ``timing_s/gen``.
     Unit: seconds."""

@@ -469,6 +469,22 @@ METRICS: tuple[Metric, ...] = (
         always=False,
     ),
     Metric(
+        "trace/seconds",
+        "s",
+        "time that writing this rollout's trace took, after it",
+        "below 0.01 x rollout/seconds",
+        "war.trace=sampled instead of full, or off",
+        always=False,
+    ),
+    Metric(
+        "observe/seconds",
+        "s",
+        "time spent before and after the rollout on reading counters, adding up these values and writing the trace",
+        "below 0.01 x rollout/seconds",
+        "replicas or agent-loop workers answer slowly; trace/seconds is part of it",
+        always=False,
+    ),
+    Metric(
         "alarm/fired",
         "alarms",
         "alarms of this step (each cause is told once in a run)",

@@ -18,6 +18,7 @@ MARK = "[war-rl]"
 MODES = ("auto", "on", "off")
 LIVE_INTERVAL_S = 0.2
 PLAIN_INTERVAL_S = 5.0
+DISPLAY_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,13 @@ class Progress:
         elapsed: seconds since the step's rollout began.
         regimes: load regime per replica id ("low", "high", "down", ...).
         extra: further short facts, shown in the order given.
+        running: trajectories under way; this and all that follow are None where not known.
+        waiting: turns that the router holds.
+        turns: finished turns.
+        hit_rate: cached over prompt tokens so far.
+        acceptance_rate: accepted over draft tokens so far.
+        acceptance_length: tokens committed per verify step so far.
+        seconds_left: until the last trajectory ends, as the scheduler estimates it.
     """
 
     finished: int
@@ -39,25 +47,42 @@ class Progress:
     elapsed: float
     regimes: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, float | str] = field(default_factory=dict)
+    running: int | None = None
+    waiting: int | None = None
+    turns: int | None = None
+    hit_rate: float | None = None
+    acceptance_rate: float | None = None
+    acceptance_length: float | None = None
+    seconds_left: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second since the rollout began."""
+        return self.generated_tokens / self.elapsed if self.elapsed > 0 else 0.0
 
 
 def format_progress(label: str, state: Progress) -> str:
     """One line without the mark, such as ``step 3: 5/16 trajectories, 412 tok/s, 12 s, low 2``."""
-    rate = state.generated_tokens / state.elapsed if state.elapsed > 0 else 0.0
-    parts = [f"{state.finished}/{state.total} trajectories", f"{rate:,.0f} tok/s", f"{state.elapsed:.0f} s"]
+    parts = [
+        f"{state.finished}/{state.total} trajectories",
+        f"{state.tokens_per_s:,.0f} tok/s",
+        f"{state.elapsed:.0f} s",
+    ]
     if state.regimes:
-        parts.append(_regimes(state.regimes))
+        parts.append(regimes(state.regimes))
     parts += [f"{name} {_short(value)}" for name, value in state.extra.items()]
     return f"{label}: " + ", ".join(parts)
 
 
-def _regimes(regimes: Mapping[str, str]) -> str:
+def regimes(by_replica: Mapping[str, str]) -> str:
     """Each replica by name while they fit on a line, else how many are in which regime."""
-    if len(regimes) <= 4:
-        return " ".join(f"{name}={regime}" for name, regime in sorted(regimes.items()))
+    if len(by_replica) <= 4:
+        return " ".join(f"{name}={regime}" for name, regime in sorted(by_replica.items()))
     counts: dict[str, int] = {}
-    for regime in regimes.values():
-        counts[regime] = counts.get(regime, 0) + 1
+    for regime in by_replica.values():
+        # "low(3)" is low, with three turns running.
+        kind = regime.partition("(")[0]
+        counts[kind] = counts.get(kind, 0) + 1
     return " ".join(f"{regime} {count}" for regime, count in sorted(counts.items()))
 
 
@@ -84,6 +109,8 @@ class ProgressLine:
         speaker: this process speaks for the run although it is a Ray worker (the trainer's actor).
         worker: whether this is a Ray worker; asked of Ray when None.
         interval_s: least seconds between two lines; None takes the default of the kind of stream.
+        elsewhere: takes the state, and whether all has come in, in place of a line: a display in another process. An
+            OSError from it means that it is gone; plain lines follow.
 
     Raises:
         ValueError: unknown mode.
@@ -99,6 +126,7 @@ class ProgressLine:
         speaker: bool = False,
         worker: bool | None = None,
         interval_s: float | None = None,
+        elsewhere: Callable[[Progress, bool], None] | None = None,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"war.progress={mode!r}: not one of {', '.join(MODES)}")
@@ -108,10 +136,16 @@ class ProgressLine:
         self._live = self._stream.isatty()
         is_worker = in_ray_worker() if worker is None else worker
         self._quiet = mode == "off" or (mode == "auto" and is_worker and not speaker)
-        self._interval = interval_s if interval_s is not None else (LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S)
+        self._elsewhere = elsewhere
+        self._fixed_interval = interval_s
         self._last: float | None = None
         self._shown: Progress | None = None
         self._drawn = False
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is ever shown: then nobody need look."""
+        return self._quiet
 
     def update(self, state: Progress) -> None:
         """Show ``state`` if it is time to; the moment everything has come in is always shown."""
@@ -120,11 +154,12 @@ class ProgressLine:
         now = self._clock()
         complete = state.finished >= state.total
         was_complete = self._shown is not None and self._shown.finished >= self._shown.total
-        due = self._last is None or now - self._last >= self._interval or (complete and not was_complete)
+        due = self._last is None or now - self._last >= self._interval() or (complete and not was_complete)
         if not due or (complete and was_complete):
             return
         self._last, self._shown = now, state
-        self._write(format_progress(self._label, state))
+        if not self._told(state, complete):
+            self._write(format_progress(self._label, state))
 
     def close(self) -> None:
         """End the live line, so that whatever is printed next starts on a line of its own."""
@@ -132,6 +167,25 @@ class ProgressLine:
             self._stream.write("\n")
             self._stream.flush()
             self._drawn = False
+
+    def _interval(self) -> float:
+        if self._fixed_interval is not None:
+            return self._fixed_interval
+        if self._elsewhere is not None:
+            return DISPLAY_INTERVAL_S
+        return LIVE_INTERVAL_S if self._live else PLAIN_INTERVAL_S
+
+    def _told(self, state: Progress, complete: bool) -> bool:
+        """Whether a display elsewhere has taken the state."""
+        if self._elsewhere is None:
+            return False
+        try:
+            self._elsewhere(state, complete)
+        except OSError as error:
+            self._elsewhere = None
+            self._write(f"progress goes on in plain lines: {error}")
+            return False
+        return True
 
     def _write(self, text: str) -> None:
         line = f"{MARK} {text}"

@@ -12,6 +12,7 @@ import json
 import math
 import numbers
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class RunSummary:
         rollout: ``war`` or ``vllm`` (``trainer.rollout``).
         config: resolved configuration, for the digest only.
         clock: seconds, monotonic; ``wall_seconds`` counts from here.
+        unix_time: seconds since the epoch, for whoever closes the summary of a run that could not do so itself.
         versions: as :func:`versions` gives them.
         extra: further facts about the run, stored as they are.
     """
@@ -67,6 +69,7 @@ class RunSummary:
         rollout: str,
         config: Mapping[str, Any],
         clock: Callable[[], float],
+        unix_time: Callable[[], float] = time.time,
         versions: Mapping[str, str],
         extra: Mapping[str, Any] | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class RunSummary:
             "config_digest": config_digest(config),
             "versions": dict(versions),
             "wall_seconds": 0.0,
+            "started": unix_time(),
             **(extra or {}),
             "steps": [],
             "validations": [],
@@ -175,17 +179,37 @@ def load_summary(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def mark_ended(path: str | Path, status: str, error: str = "", *, instead_of: Sequence[str] = ("running",)) -> bool:
+def mark_ended(
+    path: str | Path,
+    status: str,
+    error: str = "",
+    *,
+    instead_of: Sequence[str] = ("running",),
+    since: float = 0.0,
+    unix_time: Callable[[], float] = time.time,
+) -> bool:
     """Close the summary of a run that could not do so itself (killed). True if its status was one of ``instead_of``.
+
+    A run writes its seconds with its steps only: they are counted up to now, as it has just ended.
+
+    Args:
+        path: the run's folder or the file.
+        status, error: how it ended.
+        instead_of: statuses that may be replaced.
+        since: unix seconds; the summary of a run that began before is another's, and is left alone.
+        unix_time: seconds since the epoch.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`load_summary`.
     """
     data = load_summary(path)
-    if data["status"] not in instead_of:
+    started = data.get("started", 0.0)
+    if data["status"] not in instead_of or started < since:
         return False
+    seconds = max(data["wall_seconds"], unix_time() - started) if started else data["wall_seconds"]
     file = Path(path)
-    _write_json(file / FILE if file.is_dir() else file, {**data, "status": status, "error": error})
+    ended = {**data, "status": status, "error": error, "wall_seconds": seconds}
+    _write_json(file / FILE if file.is_dir() else file, ended)
     return True
 
 

@@ -191,3 +191,30 @@ def test_a_row_shows_what_the_router_holds(tmp_path):
     assert set(tokens_over_time(war.timeline)) == set(tokens_over_time(samples(50)))
     plot_runs([war, vllm], ["war", "vllm"], tmp_path / "a.svg")
     assert "war, router" in (tmp_path / "a.svg").read_text()
+
+
+def test_what_a_side_says_of_its_drafts_stands_beside_the_measured_ratio() -> None:
+    told = [
+        SideRun("war", pair, 2.0, WORK, {}, (), estimate) if side == "war" else SideRun("vllm", pair, 3.0, WORK)
+        for side in ("war", "vllm")
+        for pair, estimate in ((0, 1.2), (1, 1.25), (2, 1.6))
+    ]
+    made = report(told)
+    war, stock = made["sides"]["war"], made["sides"]["vllm"]
+    assert war["estimated_speedup"]["mean"] == pytest.approx(1.35) and war["estimated_speedup"]["median"] == 1.25
+    assert [run["estimated_speedup"] for run in war["runs"]] == [1.2, 1.25, 1.6]
+    assert "estimated_speedup" not in stock and "estimated_speedup" not in stock["runs"][0]
+    pytest.importorskip("jsonschema").validate(made, SCHEMA)
+    lines = render_table(made).splitlines()
+    assert next(line for line in lines if line.startswith("speed-up by drafts")).split()[-2:] == ["1.350", "-"]
+    at = lines.index("war / vllm throughput: 1.500 (min 1.500, max 1.500, 3 pairs)")
+    assert lines[at + 1] == "war, estimated: its drafts made it 1.350 times as fast (mean of 3)"
+    assert "estimated" not in render_table(report())
+
+
+def test_what_observing_costs_is_a_share_of_the_rollout() -> None:
+    costs = [SideRun(side, 0, 2.0, WORK, {"observer_seconds": s}) for side, s in (("war", 0.01), ("vllm", 0.003))]
+    table = render_table(report(costs))
+    assert "metrics and trace, as a share of the rollout seconds and not in them: war 0.50%, vllm 0.15%" in table
+    assert next(x for x in table.splitlines() if x.startswith("observer seconds")).split()[-2:] == ["0.0100", "0.0030"]
+    assert "metrics and trace" not in render_table(report())

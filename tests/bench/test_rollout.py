@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from war_rl.bench.engines import can_share_engines, parse_gauges, side_overrides
+from war_rl.bench.engines import can_share_engines, side_overrides
 from war_rl.bench.options import parse, split_overrides
 from war_rl.bench.presets import Settings, make_settings
 from war_rl.bench.rollout import engine_counters
+from war_rl.engine_page import parse_gauges
 
 
 @pytest.mark.parametrize(
@@ -120,19 +121,30 @@ def test_an_engine_without_drafting_has_drafted_nothing() -> None:
     }
 
 
-def test_only_sides_that_differ_in_their_scheduler_share_engines() -> None:
-    def side(rollout: str = "war", scheduler: str = "cost", spec: str = "off", length: int = 512) -> object:
-        # As configs/war_ppo_base.yaml does it.
+def test_only_sides_that_differ_in_what_engines_do_not_see_share_engines() -> None:
+    def side(
+        rollout: str = "war",
+        scheduler: str = "cost",
+        spec: str = "off",
+        length: int = 512,
+        trace: str = "off",
+        **more: object,
+    ) -> object:
+        # As composed: replicas read the whole section through the rollout's own configuration.
         rollout_config = {"name": rollout, "max_model_len": length, "custom": {"war": "${war}"}}
         return OmegaConf.create(
             {
                 "trainer": {"rollout": rollout},
                 "actor_rollout_ref": {"rollout": rollout_config},
-                "war": {"scheduler": {"policy": scheduler}, "spec": {"policy": spec}},
+                "war": {"scheduler": {"policy": scheduler, **more}, "spec": {"policy": spec}, "trace": trace},
             }
         )
 
     assert can_share_engines(side(), side(scheduler="war"))
+    assert can_share_engines(side(), side(trace="sampled"))
+    assert can_share_engines(side(), side(trace="full", scheduler="war"))
+    assert not can_share_engines(side(), side(trace="sampled", spec="budget"))
+    assert not can_share_engines(side(), side(engine_priority=True))
     assert not can_share_engines(side(), side())
     assert not can_share_engines(side(), side(scheduler="war", spec="budget"))
     assert not can_share_engines(side(), side(scheduler="war", length=1024))

@@ -71,6 +71,7 @@ def test_both_sides_did_the_recorded_work(finished: tuple[dict[str, Any], str, P
         assert 0 < counters["prefill_cached_tokens"] < asked - GROUPS * 96
         assert counters["scheduled_tokens"] >= counters["prefill_computed_tokens"]
         assert 1 <= counters["replica_imbalance"] <= 2
+        assert counters["traced_trajectories"] == trajectories and counters["observer_seconds"] > 0
 
 
 def test_only_war_drafts_and_its_drafts_are_accepted(finished: tuple[dict[str, Any], str, Path]) -> None:
@@ -79,6 +80,8 @@ def test_only_war_drafts_and_its_drafts_are_accepted(finished: tuple[dict[str, A
     assert stock["drafts"] == stock["draft_tokens"] == 0
     assert war["draft_tokens"] > war["accepted_tokens"] > 0
     assert war["engine_steps"] < stock["engine_steps"]
+    assert report["sides"]["war"]["estimated_speedup"]["mean"] > 0
+    assert "estimated_speedup" not in report["sides"]["vllm"]
 
 
 def test_the_report_is_complete(finished: tuple[dict[str, Any], str, Path]) -> None:

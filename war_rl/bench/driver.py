@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -192,13 +192,16 @@ def _duration(record: TrajectoryRecord) -> float:
 
 
 async def watch(
-    read: Callable[[], Sequence[Sample]], interval_s: float, samples: list[Sample], on_look: Callable[[], None]
+    read: Callable[[], Sequence[Sample]],
+    interval_s: float,
+    samples: list[Sample],
+    on_look: Callable[[], Awaitable[None]],
 ) -> None:
     """Append what ``read`` returns to ``samples`` every ``interval_s`` seconds until cancelled.
 
-    ``read`` blocks, so it runs in a thread; ``on_look`` runs on the loop after each look.
+    ``read`` blocks, so it runs in a thread; ``on_look`` is awaited after each look.
     """
     while True:
         samples.extend(await asyncio.to_thread(read))
-        on_look()
+        await on_look()
         await asyncio.sleep(interval_s)

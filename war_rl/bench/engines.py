@@ -6,31 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import re
 import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from war_rl.bench.cluster import Slots, WorkerGroup
 from war_rl.bench.options import ROLLOUTS
 from war_rl.bench.presets import Settings
 from war_rl.bench.stats import ROUTER, Sample
+from war_rl.engine_page import read_gauges
 
 _CALL_TIMEOUT_S = 120.0
 _EMPTY_TIMEOUT_S = 20.0
-_HTTP_TIMEOUT_S = 10.0
-_GAUGES = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:prefix_cache_queries_total": "prompt",
-    "vllm:prefix_cache_hits_total": "cached",
-    "vllm:generation_tokens_total": "generated",
-    "vllm:num_preemptions_total": "preemptions",
-    "vllm:spec_decode_num_drafts_total": "drafts",
-    "vllm:spec_decode_num_draft_tokens_total": "draft_tokens",
-    "vllm:spec_decode_num_accepted_tokens_total": "accepted_tokens",
-}
 
 
 def side_overrides(
@@ -92,23 +79,40 @@ def compose_side(overrides: Sequence[str], devices: int) -> Any:
     return config
 
 
+UNSEEN = ("scheduler", "trace", "trace_mb", "progress")
+"""Keys of the ``war:`` section that the router and the benchmark's own process read, and no engine (but for
+``war.scheduler.engine_priority``)."""
+
+
 def can_share_engines(one: Any, other: Any) -> bool:
-    """Whether two sides' engines would be equal: both run War-RL's rollout and differ in nothing but ``war.scheduler``.
+    """Whether two sides' engines would be equal: both run War-RL's rollout and differ in nothing but :data:`UNSEEN`.
 
     Equal configurations do not share: comparing a side with its like is there to see how engines differ by chance.
     """
-    from omegaconf import OmegaConf
-
     from war_rl.trainers.verl.settings import is_war
 
     if not (is_war(one) and is_war(other)):
         return False
-    first, second = (OmegaConf.to_container(config, resolve=True) for config in (one, other))
-    schedulers = [config["war"].pop("scheduler", None) for config in (first, second)]
-    for config in (first, second):
-        # The copy of the section that travels to the engines, which do not read this part of it.
-        ((config["actor_rollout_ref"]["rollout"].get("custom") or {}).get("war") or {}).pop("scheduler", None)
-    return bool(first == second and schedulers[0] != schedulers[1])
+    (first, unseen), (second, others) = _split(one), _split(other)
+    return bool(first == second and unseen != others)
+
+
+def _split(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What engines see of a side's configuration, and the values of :data:`UNSEEN`."""
+    from omegaconf import OmegaConf, open_dict
+
+    war = OmegaConf.to_container(config.war, resolve=True)
+    assert isinstance(war, dict)
+    unseen = {key: war.get(key) for key in UNSEEN}
+    seen = copy.deepcopy(config)
+    # Before anything is resolved: the section is interpolated into the rollout's configuration as well.
+    with open_dict(seen):
+        for key in UNSEEN:
+            seen.war.pop(key, None)
+    plain = OmegaConf.to_container(seen, resolve=True)
+    assert isinstance(plain, dict)
+    priority = (unseen["scheduler"] or {}).get("engine_priority")
+    return {**{str(key): value for key, value in plain.items()}, "engine_priority": priority}, unseen
 
 
 def devices_per_replica(config: Any) -> int:
@@ -269,34 +273,3 @@ def _sample(t: float, name: str, page: Mapping[str, float], before: Mapping[str,
         cached_tokens=since("cached"),
         generated_tokens=since("generated"),
     )
-
-
-def read_gauges(server_id: str) -> dict[str, float]:
-    """The few values of one replica's ``/metrics`` that the benchmark uses.
-
-    Raises:
-        OSError: the replica does not answer.
-    """
-    with urllib.request.urlopen(f"http://{server_id}/metrics", timeout=_HTTP_TIMEOUT_S) as response:
-        return parse_gauges(response.read().decode())
-
-
-_LINE = re.compile(r"^(vllm:\w+)(?:\{.*\})? ([-+.\w]+)$", re.MULTILINE)
-
-
-def parse_gauges(text: str) -> dict[str, float]:
-    """:data:`_GAUGES` of a ``/metrics`` page, each summed over its labels.
-
-    A full parse of the page takes longer than a decode step of a small model, and is asked for twice a second.
-    """
-    out: dict[str, float] = {}
-    for name, value in _known_lines(text):
-        out[name] = out.get(name, 0.0) + value
-    return out
-
-
-def _known_lines(text: str) -> Iterator[tuple[str, float]]:
-    for match in _LINE.finditer(text):
-        name = _GAUGES.get(match.group(1))
-        if name is not None:
-            yield name, float(match.group(2))

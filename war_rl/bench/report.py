@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,13 @@ _SPREAD = {
         "values": {"type": "array", "items": _NUMBER, "description": "in order of measurement, one per pair"},
     },
 }
+_ESTIMATE = {
+    **_SPREAD,
+    "required": ["mean", *_SPREAD["required"]],
+    "properties": {"mean": _NUMBER, **_SPREAD["properties"]},
+    "description": "how many times as long the runs would have taken without the side's drafts, by its own step-time "
+    "model; only of sides that draft and can tell",
+}
 _COUNTERS = {
     "type": "object",
     "properties": {name: {"type": "number", "description": about} for name, about in COUNTERS.items()},
@@ -51,7 +59,13 @@ _WORK = {
 _RUN = {
     "type": "object",
     "required": ["pair", "seconds", "work", "counters"],
-    "properties": {"pair": {"type": "integer"}, "seconds": _NUMBER, "work": _WORK, "counters": _COUNTERS},
+    "properties": {
+        "pair": {"type": "integer"},
+        "seconds": _NUMBER,
+        "work": _WORK,
+        "counters": _COUNTERS,
+        "estimated_speedup": _NUMBER,
+    },
 }
 _SIDE = {
     "type": "object",
@@ -59,6 +73,7 @@ _SIDE = {
     "properties": {
         "seconds": {**_SPREAD, "description": "rollout seconds, first request to last trajectory's end"},
         "throughput": {**_SPREAD, "description": "generated tokens per second"},
+        "estimated_speedup": _ESTIMATE,
         "work": {**_WORK, "description": "of the side's first measured run"},
         "counters": {**_COUNTERS, "description": "median over the side's runs"},
         "runs": {"type": "array", "minItems": 1, "items": _RUN},
@@ -146,13 +161,24 @@ def _side(runs: Sequence[SideRun]) -> dict[str, Any]:
     return {
         "seconds": Spread.of(run.seconds for run in ordered).to_json(),
         "throughput": Spread.of(run.throughput for run in ordered).to_json(),
+        **_estimate(ordered),
         "work": asdict(ordered[0].work),
         "counters": counters,
-        "runs": [
-            {"pair": run.pair, "seconds": run.seconds, "work": asdict(run.work), "counters": dict(run.counters)}
-            for run in ordered
-        ],
+        "runs": [_run(run) for run in ordered],
     }
+
+
+def _run(run: SideRun) -> dict[str, Any]:
+    estimate = {} if run.estimated_speedup is None else {"estimated_speedup": run.estimated_speedup}
+    counters = dict(run.counters)
+    return {"pair": run.pair, "seconds": run.seconds, "work": asdict(run.work), "counters": counters, **estimate}
+
+
+def _estimate(runs: Sequence[SideRun]) -> dict[str, Any]:
+    values = [run.estimated_speedup for run in runs if run.estimated_speedup is not None]
+    if len(values) < len(runs):
+        return {}
+    return {"estimated_speedup": {"mean": statistics.fmean(values), **Spread.of(values).to_json()}}
 
 
 def write_report(report: Mapping[str, Any], path: str | Path) -> None:
@@ -180,11 +206,18 @@ def render_table(report: Mapping[str, Any]) -> str:
 
 def _time_rows(report: Mapping[str, Any]) -> list[list[str]]:
     sides = report["sides"].values()
-    return [
+    rows = [
         ["rollout seconds, median", *(f"{side['seconds']['median']:.2f}" for side in sides)],
         ["  min to max", *(f"{side['seconds']['min']:.2f}-{side['seconds']['max']:.2f}" for side in sides)],
         ["generated tokens/s", *(f"{side['throughput']['median']:.1f}" for side in sides)],
     ]
+    if any("estimated_speedup" in side for side in sides):
+        rows.append(["speed-up by drafts, estimated, mean", *(_estimate_cell(side) for side in sides)])
+    return rows
+
+
+def _estimate_cell(side: Mapping[str, Any]) -> str:
+    return f"{side['estimated_speedup']['mean']:.3f}" if "estimated_speedup" in side else "-"
 
 
 def _work_rows(report: Mapping[str, Any]) -> list[list[str]]:
@@ -203,7 +236,9 @@ def _counter_rows(report: Mapping[str, Any]) -> list[list[str]]:
 def _count(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.2f}"
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
 def _verdict(report: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
@@ -214,6 +249,7 @@ def _verdict(report: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
             f"{sides[0]} / {other} throughput: {ratio['median']:.3f} (min {ratio['min']:.3f}, max {ratio['max']:.3f}, "
             f"{pairs} {'pair' if pairs == 1 else 'pairs'})"
         )
+    lines.extend(_estimate_lines(report))
     worst = max(report["work_spread"], key=lambda kind: report["work_spread"][kind])
     if report["work_equal"]:
         lines.append(f"work: equal ({worst.replace('_', ' ')} differs most, by {report['work_spread'][worst]:.2%})")
@@ -223,8 +259,31 @@ def _verdict(report: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
             f"{WORK_TOLERANCE:.0%} is equal). The ratio compares different work and must not be quoted."
         )
     lines.extend(_prefill_lines(report))
+    lines.extend(_observer_lines(report))
     lines.extend(_workload_lines(report["workload"]))
     return lines
+
+
+def _estimate_lines(report: Mapping[str, Any]) -> list[str]:
+    """What each side says of its own drafts: to be held against a measured ratio to the same side without them."""
+    return [
+        f"{name}, estimated: its drafts made it {side['estimated_speedup']['mean']:.3f} times as fast (mean of "
+        f"{len(side['estimated_speedup']['values'])})"
+        for name, side in report["sides"].items()
+        if "estimated_speedup" in side
+    ]
+
+
+def _observer_lines(report: Mapping[str, Any]) -> list[str]:
+    """What metrics and trace cost outside of the measured seconds, which they do not lengthen."""
+    shares = [
+        f"{name} {side['counters']['observer_seconds'] / side['seconds']['median']:.2%}"
+        for name, side in report["sides"].items()
+        if "observer_seconds" in side["counters"]
+    ]
+    if not shares:
+        return []
+    return [f"metrics and trace, as a share of the rollout seconds and not in them: {', '.join(shares)}"]
 
 
 def _prefill_lines(report: Mapping[str, Any]) -> list[str]:

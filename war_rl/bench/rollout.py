@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from war_rl.bench.options import Options, parse
@@ -15,7 +17,7 @@ from war_rl.bench.presets import KvPlan, plan_kv
 from war_rl.bench.report import build_report, render_table, write_report
 from war_rl.bench.stats import PlannedRun, Sample, SideRun, exit_code, measure, plan_rounds
 from war_rl.metrics import add_up, delta
-from war_rl.progress import MARK, Progress, ProgressLine
+from war_rl.progress import MARK
 from war_rl.traces.workload import Workload, least_prefill_tokens
 
 SAMPLE_S = 0.5
@@ -52,6 +54,8 @@ class Bench:
         self._options = options
         self._settings = options.settings
         self._sides: dict[str, Any] = {}
+        self._observers: dict[str, Any] = {}
+        self._traces: tempfile.TemporaryDirectory[str] | None = None
         self._loop = asyncio.new_event_loop()
         self._step = 0
         self._planned = 0
@@ -134,6 +138,7 @@ class Bench:
     def _start(self, configs: Mapping[str, Any]) -> None:
         from war_rl.bench.cluster import Slots, start_ray, threads_per_replica
         from war_rl.bench.engines import Side, can_share_engines, devices_per_replica
+        from war_rl.bench.observe import SideObserver
         from war_rl.trainers.verl.plugin import assert_registered
 
         assert_registered()
@@ -144,7 +149,7 @@ class Bench:
         for label, config in configs.items():
             twin = next((side for side in self._sides.values() if can_share_engines(side.config, config)), None)
             if twin is not None:
-                self._say(f"{label} differs from {twin.label} in its scheduler only: it runs on the same engines")
+                self._say(f"{label} differs from {twin.label} in nothing that engines see: it runs on the same ones")
                 self._sides[label] = self._loop.run_until_complete(twin.sharing(label, config))
                 continue
             self._say(f"starting {label}: {self._settings.replicas} replicas")
@@ -154,12 +159,18 @@ class Bench:
                 Side.start(label, config, slots, first, self._settings.replicas)
             )
             first += self._settings.replicas
+        self._traces = tempfile.TemporaryDirectory(prefix="war-rl-bench-")
+        for label, side in self._sides.items():
+            self._observers[label] = SideObserver(side, Path(self._traces.name) / label, self._options.progress)
         self._say(f"engines are up after {time.monotonic() - began:.0f} s")
 
     def _stop(self) -> None:
         import ray
 
+        self._observers.clear()
         self._sides.clear()
+        if self._traces is not None:
+            self._traces.cleanup()
         ray.shutdown()
 
     # ------------------------------------------------------------------ measuring
@@ -170,7 +181,7 @@ class Bench:
     async def _run(self, planned: PlannedRun, work: Workload) -> SideRun:
         from war_rl.bench.driver import Replay, Sampling, replay, turn_counters, watch, work_of
 
-        side, settings = self._sides[planned.side], self._settings
+        side, observer, settings = self._sides[planned.side], self._observers[planned.side], self._settings
         self._step += 1
         items = work.items
         if planned.warmup:
@@ -179,7 +190,6 @@ class Bench:
         await side.begin(self._step)
         before = await side.counters()
         state = Replay(len(items))
-        line = ProgressLine(self._label(planned), clock=time.monotonic, mode=self._options.progress)
         samples: list[Sample] = []
         read = side.sampler(before, lambda: time.monotonic() - state.started)
         rollout = side.config.actor_rollout_ref.rollout
@@ -190,14 +200,17 @@ class Bench:
             top_k=int(rollout.top_k),
             logprobs=bool(rollout.calculate_log_probs),
         )
+        await observer.begin(self._label(planned), self._step, state)
         playing = asyncio.ensure_future(
             replay(side.client, items, sampling, step=self._step, at_once=at_once, state=state)
         )
-        watching = asyncio.ensure_future(watch(read, SAMPLE_S, samples, lambda: line.update(_progress(state))))
+        watching = asyncio.ensure_future(watch(read, SAMPLE_S, samples, observer.poll))
         try:
             await _first_failure(playing, watching, side)
-        finally:
-            line.close()
+        except BaseException:
+            observer.abandon()
+            raise
+        observed, estimated = await observer.end()
         await side.settle()
         engine = add_up(delta(before[address], after) for address, after in (await side.counters()).items())
         samples.extend(await asyncio.to_thread(read))
@@ -206,8 +219,9 @@ class Bench:
             pair=planned.pair,
             seconds=state.seconds,
             work=work_of(state.records),
-            counters={**turn_counters(state.records, list(side.servers)), **engine_counters(engine)},
+            counters={**turn_counters(state.records, list(side.servers)), **engine_counters(engine), **observed},
             timeline=tuple(samples),
+            estimated_speedup=estimated,
         )
 
     def _label(self, planned: PlannedRun) -> str:
@@ -286,10 +300,6 @@ async def _first_failure(playing: asyncio.Future[None], watching: asyncio.Future
         for task in (playing, watching):
             task.cancel()
         await asyncio.gather(playing, watching, return_exceptions=True)
-
-
-def _progress(state: Any) -> Progress:
-    return Progress(len(state.records), state.total, state.generated_tokens, time.monotonic() - state.started)
 
 
 def _source(options: Options) -> str:

@@ -110,6 +110,10 @@ COUNTERS = {
     "engine_steps": "engine steps over all replicas",
     "replica_imbalance": "busiest replica's generated tokens over the mean replica's; 1 is even",
     "longest_trajectory_seconds": "from a trajectory's first request to its last token, the slowest one",
+    "observer_seconds": "spent around the run on reading counters, adding up metrics and writing the trace, as a "
+    "trainer does between rollouts; not in the run's seconds",
+    "trace_seconds": "those of them that writing the trace took",
+    "traced_trajectories": "trajectories whose events were written to the trace",
 }
 """Results every run reports beside its time, with what they count."""
 
@@ -152,6 +156,8 @@ class SideRun:
         work: what it was asked to do.
         counters: values of :data:`COUNTERS`; a missing one was not reported.
         timeline: samples in time order; may be empty.
+        estimated_speedup: how many times as long the run would have taken without drafts, by the step-time model of the
+            side that drafted; None for one that does not draft, or cannot tell.
     """
 
     side: str
@@ -160,6 +166,7 @@ class SideRun:
     work: Work
     counters: Mapping[str, float] = field(default_factory=dict)
     timeline: tuple[Sample, ...] = ()
+    estimated_speedup: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < float("inf"):

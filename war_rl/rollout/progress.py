@@ -98,6 +98,14 @@ class Progress:
         """Expected turns of a whole trajectory of this group (WAR's T)."""
         return self._best(group)[0].turns.mean
 
+    def known(self, validate: bool) -> bool:
+        """Whether any trajectory of training, or of validation, has finished: before that all is a guess."""
+        return self._workload[validate].turns.count > 0
+
+    def whole_output(self, validate: bool) -> float:
+        """Expected tokens of a whole trajectory of which nothing is known."""
+        return self._workload[validate].output.mean
+
     def probed(self, group: GroupId) -> bool:
         """Whether a member of the group has finished."""
         known = self._group.get(group)

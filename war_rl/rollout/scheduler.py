@@ -16,11 +16,12 @@ from typing import Any
 
 from war_rl.config import SchedulerConfig
 from war_rl.rollout.cost import RatePriors, ReplicaRates
+from war_rl.rollout.outlook import seconds_left
 from war_rl.rollout.planner import Planner
 from war_rl.rollout.policies import make_policy
 from war_rl.rollout.progress import Progress, Remaining
 from war_rl.rollout.state import Placement, ReplicaInfo, ReplicaState, TrajectoryState, TurnState, is_open, need
-from war_rl.rollout.stats import StepStats
+from war_rl.rollout.stats import QueueTimes, StepStats
 from war_rl.rollout.waiting import Waiting
 from war_rl.types import GroupId, TrajectoryId, TurnRequest, TurnResult
 
@@ -87,6 +88,7 @@ class GlobalScheduler:
         self._clients: dict[str, _Client] = {}
         self._stats = {False: StepStats(), True: StepStats()}
         self._totals: dict[str, float] = {}
+        self.queue_times = QueueTimes()
         self._explained: deque[tuple[float, Placement]] = deque(maxlen=config.explain)
         self._submitted = 0
         self._theta = 0.0
@@ -258,6 +260,7 @@ class GlobalScheduler:
         if known.turns:
             self.progress.observe_finish(known.group, known.turns, known.output, known.context)
         self._stats[trajectory.validate].finished_trajectories += 1
+        self._count("sched/finished_trajectories")
         self._forget(known, now)
 
     def weights_updated(self, step: int, now: float) -> None:
@@ -336,6 +339,10 @@ class GlobalScheduler:
             out[f"sched/replica/{replica.id}/kv_admitted"] = replica.kv_admitted(self._theta)
             out[f"sched/replica/{replica.id}/kv_capacity"] = bounded
             out[f"sched/replica/{replica.id}/running"] = float(replica.running)
+            out[f"sched/replica/{replica.id}/admitted"] = float(replica.admitted)
+            resident = replica.residency.resident_blocks * replica.residency.block_size
+            out[f"sched/replica/{replica.id}/resident_tokens"] = float(resident)
+            out[f"sched/replica/{replica.id}/draining"] = float(replica.draining)
             out[f"sched/replica/{replica.id}/prefill_tokens_per_s"] = replica.rates.prefill_tokens_per_s
             out[f"sched/replica/{replica.id}/decode_ms"] = replica.rates.decode * 1e3
             out[f"sched/replica/{replica.id}/interference_ms"] = replica.rates.interference * 1e3
@@ -354,6 +361,22 @@ class GlobalScheduler:
             waiting=stats.waiting, max_waiting=stats.waiting, admitted=stats.admitted, max_admitted=stats.admitted
         )
         return out
+
+    def seconds_left(self, validate: bool, to_come: int, now: float) -> float | None:
+        """How long the rollout still takes; None before that can be told. See :mod:`war_rl.rollout.outlook`.
+
+        ``to_come``: trajectories of it that have not ended, those that have not begun included. Changes nothing.
+        """
+        return seconds_left(
+            self._trajectories.values(),
+            self._turns,
+            self._alive,
+            self.progress,
+            tool_seconds=self.tool_seconds,
+            validate=validate,
+            to_come=to_come,
+            now=now,
+        )
 
     def explanations(self) -> list[dict[str, Any]]:
         """The last ``explain`` decisions, oldest first: when, which turn, where, why, and the costs compared."""
@@ -610,6 +633,10 @@ class GlobalScheduler:
             stats.reported_cached += result.cached_tokens
             stats.residency_abs_error += abs(turn.cached - result.cached_tokens)
             stats.residency_prompt += request.prompt_tokens
+            self._count("sched/reported_prompt_tokens", request.prompt_tokens)
+            self._count("sched/reported_cached_tokens", result.cached_tokens)
+            self._count("sched/predicted_cached_tokens", turn.cached)
+            self._count("sched/residency_error_tokens", abs(turn.cached - result.cached_tokens))
             rate = result.cached_tokens / max(1, request.prompt_tokens)
             replica.hit_rate += 0.1 * (rate - replica.hit_rate)
         self.policy.observe(replica, request.prompt_tokens, result.cached_tokens)
@@ -622,7 +649,9 @@ class GlobalScheduler:
         stats = self._stats[trajectory.id.validate]
         stats.placements += 1
         stats.queue_seconds.append(now - turn.submitted)
+        self.queue_times.add(now - turn.submitted)
         stats.held += now > turn.submitted
+        self._count("sched/held_turns", float(now > turn.submitted))
         stats.reasons[placement.reason] += 1
         self._count("sched/placements")
         self._count(f"sched/reason/{placement.reason}")
@@ -644,7 +673,9 @@ class GlobalScheduler:
             there = trajectory.home.residency.match(
                 self.hashes_of(turn.request, trajectory.home), turn.request.prompt_tokens, trajectory.id
             )
-            stats.migration_seconds += max(0, there - here) * replica.rates.prefill
+            seconds = max(0, there - here) * replica.rates.prefill
+            stats.migration_seconds += seconds
+            self._count("sched/migration_seconds", seconds)
 
     # ---- inside: small things
 

@@ -3,10 +3,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+
+QUEUE_BOUNDS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Upper ends of the buckets in which queue times are counted. Unit: seconds."""
+
+
+class QueueTimes:
+    """How long turns waited until they were placed, over the whole run: counts by bucket, the last without an end."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(QUEUE_BOUNDS) + 1)
+        self.total = 0.0
+        """Sum. Unit: seconds."""
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(QUEUE_BOUNDS, seconds)] += 1
+        self.total += seconds
 
 
 @dataclass(slots=True)

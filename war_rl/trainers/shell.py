@@ -168,6 +168,10 @@ class SchedulerShell:
         """Turns that wait."""
         return len(self._waiting)
 
+    def seconds_left(self, validate: bool, to_come: int) -> float | None:
+        """See :meth:`GlobalScheduler.seconds_left`."""
+        return self.scheduler.seconds_left(validate, to_come, self.clock())
+
     def running(self) -> dict[str, int]:
         """Running turns by replica."""
         counts = dict.fromkeys(self._replicas, 0)

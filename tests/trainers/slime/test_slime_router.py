@@ -362,7 +362,8 @@ def test_statistics_as_json_and_for_prometheus():
             async with c.client.get("/metrics") as response:
                 text = await response.text()
             assert "war_rl_router_requests 1.0" in text
-            assert f'war_rl_sched_replica_running{{worker="{c.urls[0]}"}} 0.0' in text
+            assert f'war_sched_running_turns{{replica="{c.urls[0]}"}} 0.0' in text
+            assert 'war_sched_placements_total{reason="first"} 1.0' in text and "war_rl_sched" not in text
             assert "war_rl_router_request_seconds_count 1.0" in text
 
     asyncio.run(main())

@@ -2,10 +2,15 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from war_rl.config import WarConfig, to_dict
+from war_rl.trainers.verl import monitoring
+from war_rl.trainers.verl import router as router_module
 from war_rl.trainers.verl.router import Router, RouterLost
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
@@ -125,3 +130,38 @@ def test_a_server_that_says_nothing_of_itself_is_not_held_back():
             assert (await asyncio.wait_for(router.acquire_turn(turn("a", i, 0)), 5.0))[0] == "new"
 
     asyncio.run(main())
+
+
+def test_prometheus_reads_the_state_over_http(monkeypatch):
+    monkeypatch.setattr(router_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+    async def main():
+        router = make()
+        home, _, _ = await router.acquire_turn(turn("a", 0, 0))
+        address = await router.serve_metrics()
+        assert address.startswith("127.0.0.1:") and await router.serve_metrics() == address
+
+        def get():
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=10.0) as answer:
+                return answer.read().decode()
+
+        families = {f.name: f for f in text_string_to_metric_families(await asyncio.to_thread(get))}
+        running = {s.labels["replica"]: s.value for s in families["war_sched_running_turns"].samples}
+        assert running == {"s0": 0, "s1": 0} | {home: 1}
+
+    asyncio.run(main())
+
+
+def test_the_router_is_scraped_beside_the_engines_where_verls_option_is_on(monkeypatch):
+    written = []
+    monkeypatch.setattr(monitoring, "ray", SimpleNamespace(get=lambda value, timeout: value))
+    router = SimpleNamespace(serve_metrics=SimpleNamespace(remote=lambda: "10.0.0.9:4711"))
+    rollout = SimpleNamespace(name="war", prometheus=SimpleNamespace(enable=False))
+
+    def add():
+        return monitoring.add_router(rollout, ["10.0.0.1:80"], router, write=lambda *args: written.append(args))
+
+    assert add() == "" and written == []
+    rollout.prometheus.enable = True
+    assert add() == "10.0.0.9:4711"
+    assert written == [(rollout.prometheus, ["10.0.0.1:80", "10.0.0.9:4711"], "war")]

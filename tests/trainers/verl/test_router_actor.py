@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
 from war_rl.trainers.verl.health import check_router
+from war_rl.trainers.verl.monitoring import add_router
 from war_rl.trainers.verl.router import RouterLost
 from war_rl.trainers.verl.router_load import load, start_router
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
@@ -81,3 +84,16 @@ def test_a_router_that_is_killed_is_found_out(ray):
     ray.kill(router)
     with pytest.raises(RouterLost, match="gone"):
         check_router(router, 30.0)
+
+
+def test_verl_has_prometheus_scrape_the_router_beside_the_engines(ray, tmp_path):
+    yaml = pytest.importorskip("yaml")
+    pytest.importorskip("verl")
+    file = tmp_path / "metrics" / "prometheus.yml"
+    # Nobody listens on the discard port: there is no Prometheus to be told.
+    rollout = SimpleNamespace(name="war", prometheus=SimpleNamespace(enable=True, port=9, file=str(file)))
+    address = add_router(rollout, ["10.0.0.1:80"], start_router())
+    (job,) = (job for job in yaml.safe_load(file.read_text())["scrape_configs"] if job["job_name"] == "rollout")
+    assert job["static_configs"] == [{"targets": ["10.0.0.1:80", address]}]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10.0) as answer:
+        assert "war_sched_waiting_turns 0.0" in answer.read().decode()

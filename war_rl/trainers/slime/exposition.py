@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's flat values for others: as Prometheus text (``sched/replica/<id>/<value>`` becomes a label, not a name),
-and as the values of one step."""
+"""The router's own flat values for others, those of its scheduler left out (:mod:`war_rl.trainers.prometheus`): as
+Prometheus text, and as the values of one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-_REPLICA = "sched/replica/"
 _SESSION = "router/session_by/"
 
 GAUGES = frozenset(
@@ -49,10 +48,7 @@ class StatsCollector(Collector):
         families: dict[str, GaugeMetricFamily] = {}
         for key, value in sorted(self._values().items()):
             name, label, of = key, "", ""
-            if key.startswith(_REPLICA):
-                of, _, name = key[len(_REPLICA) :].rpartition("/")
-                name, label = f"sched/replica_{name}", "worker"
-            elif key.startswith(_SESSION):
+            if key.startswith(_SESSION):
                 name, label, of = "router/sessions_found", "by", key[len(_SESSION) :]
             metric = "war_rl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             if metric not in families:

@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from war_rl.config import ConfigError
 from war_rl.rollout.scheduler import GlobalScheduler
+from war_rl.trainers.prometheus import SchedulerCollector, look
 from war_rl.trainers.shell import SchedulerShell
 from war_rl.trainers.slime.corpus import CorpusPlan, CorpusPublisher
 from war_rl.trainers.slime.exposition import StatsCollector, StepValues, exposition
@@ -123,7 +124,8 @@ class SlimeRouter:
                 registry=self.registry,
                 on_weight_version=self._new_weights,
             )
-            self.registry.register(StatsCollector(self.stats))
+            self.registry.register(StatsCollector(self._own_stats))
+            self.registry.register(SchedulerCollector(lambda: look(self.shell.scheduler)))
             self.corpus.start()
             for url in config.worker_urls:
                 await self.workers.add(url)

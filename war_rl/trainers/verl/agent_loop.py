@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from war_rl.trainers.verl import textarena_loop  # noqa: F401 - registers the loop in the process that runs it
 from war_rl.trainers.verl.client import WarClient
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
-from war_rl.trainers.verl.episodes import announce_text, running_episode
+from war_rl.trainers.verl.episodes import announce_text, count_progress, running_episode
 from war_rl.trainers.verl.settings import war_config
 from war_rl.types import TrajectoryId, TrajectoryRecord
 
@@ -108,17 +108,9 @@ class WarAgentLoopWorker(_StockWorker):
     # ------------------------------------------------------------------ asked by the trainer
 
     def war_progress(self) -> dict[str, Any]:
-        """Counts of the step so far: trajectories finished, failed and running, tokens generated, first errors."""
-        records = self._records[False] + self._records[True]
-        episodes = list(self._running.values())
-        turns = [turn for r in [*records, *(e.record for e in episodes)] for turn in r.turns]
-        return {
-            "finished": len(records),
-            "failed": sum(r.status == "failed" for r in records),
-            "running": len(episodes),
-            "generated_tokens": sum(turn.generated_tokens for turn in turns),
-            "errors": [r.error for r in records if r.error][:3],
-        }
+        """:func:`~war_rl.trainers.verl.episodes.count_progress` of the step so far."""
+        finished = self._records[False] + self._records[True]
+        return count_progress(finished, [episode.record for episode in self._running.values()])
 
     def war_take_records(self, validate: bool) -> list[TrajectoryRecord]:
         """The finished trajectories since the last call."""

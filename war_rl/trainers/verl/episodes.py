@@ -49,5 +49,22 @@ def announce_text(client: Any, episode: Episode, tokens: Sequence[int]) -> None:
     publisher.publish(FeedItem(episode.trajectory, start, rest, final=True, sent=time.time()))
 
 
+def count_progress(finished: Sequence[TrajectoryRecord], running: Sequence[TrajectoryRecord]) -> dict[str, Any]:
+    """Counts of a rollout so far: trajectories finished, failed and running, finished turns, tokens generated, prompt
+    and cached tokens of turns whose engine told the latter, first errors."""
+    turns = [turn for record in (*finished, *running) for turn in tuple(record.turns)]
+    told = [turn for turn in turns if turn.cached_tokens is not None]
+    return {
+        "finished": len(finished),
+        "failed": sum(record.status == "failed" for record in finished),
+        "running": len(running),
+        "turns": len(turns),
+        "generated_tokens": sum(turn.generated_tokens for turn in turns),
+        "prompt_tokens": sum(turn.prompt_tokens for turn in told),
+        "cached_tokens": sum(turn.cached_tokens or 0 for turn in told),
+        "errors": [record.error for record in finished if record.error][:3],
+    }
+
+
 def _publisher(client: Any) -> Any:
     return getattr(client, "publisher", None)

@@ -9,14 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from war_rl.board import TOKEN_VARIABLE
 from war_rl.config import ConfigError, load_config
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = "war_ppo_trainer"
+
+PASSED_ON = ("WANDB_MODE", "WANDB_DIR", "VERL_PLATFORM", "WAR_PLATFORM", "VERL_FILE_LOGGER_ROOT")
+"""Environment variables that the run's processes get where they are set here."""
 
 
 def choose_platform() -> str:
@@ -78,6 +83,7 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
     Exceptions of a started run pass through.
     """
     from war_rl.compat import check_versions
+    from war_rl.display import announce, shown
     from war_rl.supervise import interrupted
 
     problems = check_versions()
@@ -99,14 +105,19 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
 
         print(OmegaConf.to_yaml(config, resolve=True))
         return 0
+    from war_rl.trainers.verl.settings import war_config
+
+    announce(war_config(config).progress)
     folder = _prepare_run_folder(config)
     print(f"war-rl: rollout={config.trainer.rollout} platform={platform} run folder {folder}", flush=True)
+    began = time.time()
     try:
-        _train(config)
+        with shown(folder):
+            _train(config)
     except Exception as error:
         if interrupted():
             raise KeyboardInterrupt from error
-        _close_summary(folder, error)
+        _close_summary(folder, error, began)
         raise
     if not os.environ.get("WAR_RL_SUMMARY_NOTE"):
         # The command line prints it itself, also for runs that were interrupted.
@@ -150,7 +161,7 @@ def _prepare_run_folder(config: Any) -> Path:
         # verl's file logger writes into the working folder otherwise.
         os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(folder))
         # A cluster that runs already does not inherit this process's environment.
-        for name in ("WANDB_MODE", "WANDB_DIR", "VERL_PLATFORM", "WAR_PLATFORM", "VERL_FILE_LOGGER_ROOT"):
+        for name in (*PASSED_ON, TOKEN_VARIABLE):
             if name in os.environ:
                 env_vars[name] = os.environ[name]
     return folder
@@ -168,13 +179,17 @@ def _train(config: Any) -> None:
         ray.shutdown()
 
 
-def _close_summary(folder: Path, error: Exception) -> None:
-    """A run that died before its first step has nobody else to say why. The innermost cause says most."""
+def _close_summary(folder: Path, error: Exception, began: float) -> None:
+    """A run that died before its first step has nobody else to say why. The innermost cause says most.
+
+    ``began``, unix seconds, tells its summary from what an earlier run left in the folder.
+    """
     from war_rl.summary import mark_ended
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     try:
-        mark_ended(folder, "failed", lines[-1] if lines else type(error).__name__)
+        # The trainer may live on another machine, whose clock may be a little behind.
+        mark_ended(folder, "failed", lines[-1] if lines else type(error).__name__, since=began - 60.0)
     except (OSError, ValueError):
         logger.debug("no summary to close in %s", folder)
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import logging
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
 from war_rl.analysis import prefill_seconds_per_token, slowest
+from war_rl.board import BETWEEN, ROLLOUT, Board, Post
 from war_rl.config import WarConfig
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
 from war_rl.progress import Progress, ProgressLine
 from war_rl.trace import StepTrace, TraceWriter
 from war_rl.trainers.verl.health import ReplicaDead, check_replicas, check_router, raise_if_dead
+from war_rl.trainers.verl.looker import Looker
 from war_rl.trainers.verl.router import RouterLost
 from war_rl.types import TrajectoryRecord
 
@@ -34,10 +36,17 @@ class RolloutObserver:
     """One for each trainer. ``begin`` before the first trajectory is submitted, ``end`` after the last is in."""
 
     def __init__(
-        self, war: WarConfig, servers: Mapping[str, Any], router: Any, is_war: bool, trace: TraceWriter | None = None
+        self,
+        war: WarConfig,
+        servers: Mapping[str, Any],
+        router: Any,
+        is_war: bool,
+        trace: TraceWriter | None = None,
+        board: Board | None = None,
     ) -> None:
         self._war = war
         self._trace = trace
+        self._board = board
         self._servers = dict(servers)
         self._router = router
         self._is_war = is_war
@@ -51,8 +60,11 @@ class RolloutObserver:
         self._step = 0
         self._began = 0.0
         self._began_unix = 0.0
+        self._spent = 0.0
         self._next_health = 0.0
-        self._next_progress = 0.0
+        self._looker = Looker(
+            list(servers), router if is_war else None, lambda: self._call_workers("war_progress"), war.spec.max_running
+        )
         self._prefill_s_per_token = 0.0
         self.records: list[TrajectoryRecord] = []
 
@@ -62,14 +74,19 @@ class RolloutObserver:
 
     def begin(self, label: str, total: int, validate: bool, step: int) -> None:
         """A rollout of ``total`` trajectories starts now."""
+        asked = time.monotonic()
         self._step = step
         self._engine = self._read_engines()
         self._spec = self._read_drafters()
         self._feed = self._call_workers("war_feed_counters")
-        self._line = ProgressLine(label, clock=time.monotonic, mode=self._war.progress, speaker=True)
+        self._line = ProgressLine(
+            label, clock=time.monotonic, mode=self._war.progress, speaker=True, elsewhere=self._elsewhere(label)
+        )
+        self._looker.begin(total, validate, self._engine)
         self._total, self._validate = total, validate
         self._began, self._began_unix = time.monotonic(), time.time()
-        self._next_health = self._next_progress = self._began + self._war.fault.health_interval_s
+        self._spent = self._began - asked
+        self._next_health = self._began + self._war.fault.health_interval_s
 
     def poll(self) -> None:
         """Called often while trajectories come in.
@@ -77,14 +94,18 @@ class RolloutObserver:
         Raises:
             ReplicaDead: a replica died; names it and its engine's own error.
             RouterLost: the router died, or was started again.
+            RayActorError: an agent-loop worker died.
         """
         now = time.monotonic()
         if now >= self._next_health:
             self.check_health()
+            # Their trajectories would never come in, and nobody else asks.
+            self._call_workers("war_feed_counters")
             self._next_health = time.monotonic() + self._war.fault.health_interval_s
-        if now >= self._next_progress and self._line is not None:
-            self._line.update(self._progress(now))
-            self._next_progress = time.monotonic() + 1.0
+        if self._line is not None and not self._line.quiet:
+            seen = self._looker.poll()
+            if seen is not None:
+                self._line.update(seen)
 
     def check_health(self) -> None:
         """Raises:
@@ -108,7 +129,9 @@ class RolloutObserver:
 
     def end(self) -> dict[str, float]:
         """Metrics of the rollout that began last; also keeps its records in ``records``."""
-        seconds = time.monotonic() - self._began
+        ended = time.monotonic()
+        seconds = ended - self._began
+        self._looker.finish()
         self.records = [r for part in self._call_workers("war_take_records", self._validate) for r in part]
         if self._line is not None:
             self._line.update(self._final_progress(seconds))
@@ -141,10 +164,18 @@ class RolloutObserver:
         turns = [turn for record in self.records for turn in record.turns]
         prefill = engine.get("request_prefill_time_seconds", 0.0)
         self._prefill_s_per_token = prefill_seconds_per_token(turns, prefill)
+        room = "war_val" if self._validate else "war"
         if self._trace is not None:
-            traced = self._trace.add(self._step_trace(seconds))
-            metrics["war_val/trace/trajectories" if self._validate else "war/trace/trajectories"] = float(traced)
+            writing = time.monotonic()
+            metrics[f"{room}/trace/trajectories"] = float(self._trace.add(self._step_trace(seconds)))
+            metrics[f"{room}/trace/seconds"] = time.monotonic() - writing
+        metrics[f"{room}/observe/seconds"] = self._spent + time.monotonic() - ended
         return metrics
+
+    def abandon(self) -> None:
+        """The rollout that began last will not end: whatever is printed next starts on a line of its own."""
+        if self._line is not None:
+            self._line.close()
 
     def slowest(self, rows: int) -> list[list[str | float | None]]:
         """The slowest trajectories of the rollout that ended last (:func:`war_rl.analysis.slowest`)."""
@@ -182,32 +213,16 @@ class RolloutObserver:
             return []
         return list(self._manager.war_call(method, *args, timeout=_CALL_TIMEOUT_S))
 
-    def _progress(self, now: float) -> Progress:
-        states = self._call_workers("war_progress")
-        return Progress(
-            finished=sum(s["finished"] for s in states),
-            total=self._total,
-            generated_tokens=sum(s["generated_tokens"] for s in states),
-            elapsed=now - self._began,
-            regimes=self._regimes(),
-            extra={"failed": f"{failed}"} if (failed := sum(s["failed"] for s in states)) else {},
-        )
+    def _elsewhere(self, label: str) -> Callable[[Progress, bool], None] | None:
+        """Puts progress on the board that a display looks at, where there is one."""
+        board = self._board
+        if board is None:
+            return None
+        return lambda state, complete: board.write(Post(label, BETWEEN if complete else ROLLOUT, state))
 
     def _final_progress(self, seconds: float) -> Progress:
         generated = sum(turn.generated_tokens for record in self.records for turn in record.turns)
         return Progress(max(len(self.records), self._total), self._total, generated, seconds)
-
-    def _regimes(self) -> dict[str, str]:
-        """Load regime of each replica, by the drafting threshold; nothing for the stock rollout."""
-        if not self._is_war:
-            return {}
-        try:
-            running = ray.get(self._router.snapshot.remote(), timeout=_CALL_TIMEOUT_S)["running"]
-        except ray.exceptions.RayError:
-            # The next look at everybody's health says what is wrong, and stops the run.
-            return {}
-        limit = self._war.spec.max_running
-        return {f"replica{i}": "high" if count > limit else f"low({count})" for i, count in enumerate(running.values())}
 
 
 # The drafters count what arrived under these names, at every replica; the senders' own counts need others.

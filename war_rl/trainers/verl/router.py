@@ -7,6 +7,7 @@ It speaks verl's ``RequestLoadBalancer`` protocol (for anything that knows only 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import ray
 
 from war_rl.config import SchedulerConfig, load_config
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
+from war_rl.trainers.prometheus import State, look, serve
 from war_rl.trainers.shell import SchedulerShell, decisions
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 # One waiting turn occupies one slot of the actor; far above what a step can have in flight.
 MAX_WAITING = 200_000
+
+METRICS_TIMEOUT_S = 5.0
+"""Longest that a scrape waits for the router's loop."""
 
 RESTARTED = (
     "the router was started again and has lost which turns run where; the run cannot go on. Restart it: training "
@@ -44,6 +49,7 @@ class Router:
         self._by_request: dict[str, list[str]] = {}
         self._shell = SchedulerShell(GlobalScheduler(SchedulerConfig()))
         self._configured = False
+        self._metrics_address = ""
         self.add_servers(dict(servers))
 
     # ------------------------------------------------------------------ War-RL's own calls
@@ -142,6 +148,10 @@ class Router:
         """State for the progress line and for debugging: turns running by replica, and turns held here."""
         return {"running": self._shell.running(), "waiting": self._shell.waiting}
 
+    def seconds_left(self, validate: bool, to_come: int) -> float | None:
+        """How long a rollout still takes of which ``to_come`` trajectories have not ended; None if that is unknown."""
+        return self._shell.seconds_left(validate, to_come)
+
     def explanations(self) -> list[dict[str, Any]]:
         """The last ``war.scheduler.explain`` decisions; see :meth:`GlobalScheduler.explanations`."""
         return self._shell.scheduler.explanations()
@@ -149,6 +159,26 @@ class Router:
     def counters(self) -> dict[str, float]:
         """Cumulative counts and present gauges of the scheduler."""
         return self._shell.scheduler.counters()
+
+    async def serve_metrics(self) -> str:
+        """Serve the scheduler's state for Prometheus, on a free port of the address that verl's servers bind on a node.
+
+        Returns:
+            ``host:port``; the same at every call.
+        """
+        if not self._metrics_address:
+            loop = asyncio.get_running_loop()
+
+            async def state() -> State:
+                return look(self._shell.scheduler)
+
+            def ask() -> State:
+                # Scrapes come in a thread of the HTTP server; the state belongs to this loop.
+                return asyncio.run_coroutine_threadsafe(state(), loop).result(timeout=METRICS_TIMEOUT_S)
+
+            host = ray.util.get_node_ip_address().strip("[]")
+            self._metrics_address = await asyncio.to_thread(serve, ask, host)
+        return self._metrics_address
 
     # ------------------------------------------------------------------ verl's RequestLoadBalancer protocol
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from typing import Any
 
@@ -21,11 +22,13 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from war_rl import wandb_run
 from war_rl.alarms import Alarms, Situation
+from war_rl.board import TOKEN_VARIABLE, Board
 from war_rl.config import to_dict
 from war_rl.progress import MARK, step_line
 from war_rl.summary import RunSummary, versions
 from war_rl.trace import TraceWriter
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
+from war_rl.trainers.verl.monitoring import add_router
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
 
@@ -54,6 +57,8 @@ class WarTrainerSync(PPOTrainerSync):
         self._weight_sums: dict[str, float] = {}
         plain = OmegaConf.to_container(config, resolve=True)
         assert isinstance(plain, dict)
+        # Where and for whom the run's processes were started is no part of what is computed.
+        plain.pop("ray_kwargs", None)
         self._run = RunSummary(
             config.trainer.default_local_dir,
             rollout=config.trainer.rollout,
@@ -84,6 +89,9 @@ class WarTrainerSync(PPOTrainerSync):
             router = manager.global_load_balancer
             ray.get(router.configure.remote(war, dict(zip(servers, infos, strict=True)), seed), timeout=_CALL_TIMEOUT_S)
             logger.info("WAR worker group: %s", infos)
+            metrics = add_router(self.config.actor_rollout_ref.rollout, list(servers), router)
+            if metrics:
+                print(f"War-RL router: metrics for Prometheus at http://{metrics}/metrics", flush=True)
             # Said on the console, whatever the log level: it is the price of drafting.
             print(f"War-RL {drafting_line(self._war, infos)}", flush=True)
         self._servers = servers
@@ -92,7 +100,16 @@ class WarTrainerSync(PPOTrainerSync):
         trace = TraceWriter(self.config.trainer.default_local_dir, self._war.trace, self._war.trace_mb << 20)
         if self.config.trainer.resume_mode == "disable":
             trace.clear()
-        self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace)
+        board = self._board()
+        self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace, board)
+
+    def _board(self) -> Board | None:
+        """Where the command's display looks for progress, if it has one."""
+        board = Board.watched(self.config.trainer.default_local_dir)
+        if board is None and TOKEN_VARIABLE in os.environ and self._war.progress != "off":
+            text = "the command's machine does not share the run folder with this one: progress in plain lines"
+            print(f"{MARK} {text}", flush=True)
+        return board
 
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=WarClient if self._is_war else MeasuredClient)
@@ -105,6 +122,7 @@ class WarTrainerSync(PPOTrainerSync):
             super().fit(agent_loop_manager)
         except BaseException as error:
             self._run.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error))
+            self._observe.abandon()
             raise
         self._run.finish()
 
