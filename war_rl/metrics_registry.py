@@ -416,7 +416,7 @@ METRICS: tuple[Metric, ...] = (
         "ms",
         "mean time of a call to the router that waits for no held turn (verl only)",
         "below 5",
-        "the router's process or the workers' lack a core: python -m war_rl.trainers.verl.router_load shows what it can do",
+        "the router's process or a worker's lacks a core; measure with python -m war_rl.trainers.verl.router_load",
         always=False,
     ),
     Metric("sched/waiting", "turns", "turns waiting in the router when the step was over", "0", always=False),

@@ -12,7 +12,6 @@ from war_rl.rollout.cost import Cost, Rates
 from war_rl.rollout.progress import Remaining
 from war_rl.types import TurnRequest
 
-
 UPROOTED = "cache_lost"
 """Reason of a move that costs nothing, because nothing of the trajectory was left where it lived. Not counted against
 ``migrate_max``."""

@@ -217,11 +217,7 @@ class Planner:
         )
 
     def spare_replicas(self) -> Sequence[ReplicaState]:
-        return [
-            r
-            for r in self.replicas
-            if (r.running == 0 or r.kv_running < r.kv_capacity) and not self._line(r)
-        ]
+        return [r for r in self.replicas if (r.running == 0 or r.kv_running < r.kv_capacity) and not self._line(r)]
 
     def _is_open(self, replica: ReplicaState) -> bool:
         return is_open(replica, self._line(replica), self._theta)

@@ -109,8 +109,8 @@ class Progress:
     def remaining(
         self, group: GroupId, turns_done: int, output_done: int, context: int, max_tokens: int = 0
     ) -> Remaining:
-        """What is still to come. ``context`` is the length of the trajectory's context now, ``max_tokens`` the most that
-        its next turn may generate (0: unknown), in tokens.
+        """What is still to come. ``context`` is the length of the trajectory's context now, ``max_tokens`` the most
+        that its next turn may generate (0: unknown), in tokens.
 
         Until a trajectory has finished, the context is taken to grow as it has done from turn to turn so far.
         A trajectory past its estimate is a member of the tail; it is given half a standard deviation more.

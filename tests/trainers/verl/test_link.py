@@ -90,7 +90,7 @@ def test_whatever_order_calls_arrive_in_nothing_is_left(seed):
 
 def test_what_happens_at_one_time_is_one_message():
     async def main() -> None:
-        actor = Actor(make())
+        actor = Actor(make(kv_tokens=1_000_000))
         link = RouterLink(actor, "c")
         await asyncio.gather(*(link.acquire(turn(i, tokens=16)) for i in range(50)))
         for i in range(50):

@@ -114,7 +114,9 @@ class CostPolicy(Policy):
         if not spare:
             return None
         held = context.cached(turn, home)
-        for load, _, _, replica in sorted((context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(spare)):
+        for load, _, _, replica in sorted(
+            (context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(spare)
+        ):
             lost = (held - context.cached(turn, replica)) * replica.rates.prefill
             if lost <= UPROOT_SECONDS and context.fits(turn, replica):
                 return replica, {replica.id: load}

@@ -23,8 +23,8 @@ from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 logger = logging.getLogger(__name__)
 
 # A client process takes at most two places of the actor (a message, and a call that waits for held turns), however many
-# turns it has. Only callers of verl's own acquire_server take one for each waiting turn; they must never fill the house,
-# because the release that would let one of them go could not come in any more.
+# turns it has. Only callers of verl's own acquire_server take one for each waiting turn; they must never fill the
+# house, because the release that would let one of them go could not come in any more.
 MAX_CALLS = 200_000
 
 RESTARTED = (

@@ -116,8 +116,8 @@ class LoadClient:
 
 
 def starts(plan: Plan) -> list[float]:
-    """When trajectories start, in seconds: evenly, to the end. The first one's last turn is due within the warm-up, from
-    where on the rate is the whole one."""
+    """When trajectories start, in seconds: evenly, to the end. The first one's last turn is due within the warm-up,
+    from where on the rate is the whole one."""
     every = TURNS / plan.rate
     return [i * every for i in range(int((WARMUP_S + plan.seconds) / every))]
 
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     import ray
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=500.0, help="turns per second, all clients together (%(default)s)")
+    parser.add_argument("--rate", type=float, default=500.0, help="turns per second of all clients (%(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="of measuring (%(default)s)")
     parser.add_argument("--clients", type=int, default=2, help="client processes (%(default)s)")
     parser.add_argument("--replicas", type=int, default=2)
