@@ -404,6 +404,21 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("sched/queue_seconds_*", "s", "as queue_seconds_p50", always=False),
     Metric("sched/held_turns", "turns", "turns that waited in the router", "0 while everything fits", always=False),
+    Metric(
+        "sched/router_calls_per_turn",
+        "calls",
+        "calls to the router's process per turn; the busier it is, the more turns share a call (verl only)",
+        "0.5 to 3",
+        always=False,
+    ),
+    Metric(
+        "sched/router_message_ms",
+        "ms",
+        "mean time of a call to the router that waits for no held turn (verl only)",
+        "below 5",
+        "the router's process or a worker's lacks a core; measure with python -m war_rl.trainers.verl.router_load",
+        always=False,
+    ),
     Metric("sched/waiting", "turns", "turns waiting in the router when the step was over", "0", always=False),
     Metric("sched/waiting_max", "turns", "most turns waiting in the router at once", always=False),
     Metric(

@@ -32,16 +32,6 @@ def item(session: int = 0, turns: int = 2, tool_seconds: float = 0.0) -> WorkIte
     return WorkItem(TrajectoryId("g", session, 0, "g"), f"trace-{session}", tokens(base + 7, base + 8), (*made, last))
 
 
-class Remote:
-    """Records calls of ``actor.method.remote(...)``."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self.calls.append((name, *args)))
-
-
 class FakeClient:
     """Answers with what was forced, after some turns of the loop, and records turns as the real clients do."""
 
@@ -78,7 +68,10 @@ class FakeWarClient(FakeClient):
         super().__init__()
         self.published: list[FeedItem] = []
         self.publisher = SimpleNamespace(publish=self.published.append)
-        self._load_balancer = Remote()
+        self.finished: list[TrajectoryId] = []
+
+    def finish_trajectory(self, trajectory: TrajectoryId) -> None:
+        self.finished.append(trajectory)
 
 
 def play(client: FakeClient, items: list[WorkItem], at_once: int | None = None, **sampling: Any) -> Replay:
@@ -156,8 +149,7 @@ def test_a_failure_stops_everything_and_comes_out() -> None:
 def test_the_router_and_the_drafters_hear_of_every_end() -> None:
     client = FakeWarClient()
     play(client, [item(0), item(1)])
-    finished = [args[0] for name, *args in client._load_balancer.calls if name == "finish_trajectory"]
-    assert sorted(t.session for t in finished) == [0, 1]
+    assert sorted(t.session for t in client.finished) == [0, 1]
     assert all(piece.final for piece in client.published)
     assert client.published[0].tokens.tolist() == [7, 8, 1, 2, 5, 98, 99]
 

@@ -322,14 +322,13 @@ def test_cost_nobody_overtakes_a_returning_turn_that_must_wait():
     for request in (large, small, hog):
         done(s, request, 1.0, generated=100)
     s.finish(hog.trajectory, 1.0)
-    hog = turn("hog2", 0, tokens=320)
+    hog = turn("hog2", 0, tokens=352)
     assert go(s, 1.0, hog) == ["r0"]
-    # 640 are shared and 100 run: the small one's 100 would fit, the large one's 420 in front of it do not.
+    # 452 are in use: the small one's 260 would fit, the large one's 580 in front of it do not.
     assert go(s, 2.0, turn("large", 0, 1, tokens=480)) == [None]
     assert go(s, 2.0, turn("new", 0, tokens=16)) == [None]  # nor does a new one begin before it
-    s.add_replica(ReplicaInfo("r1", 1000, BLOCK, max_running=512), 2.0)
     assert go(s, 2.0, turn("small", 0, 1, tokens=160)) == [None]
-    assert [p.key for p in retire(s, hog, 3.0)] == ["large/0/1", "small/0/1"]
+    assert [p.key for p in retire(s, hog, 3.0)] == ["large/0/1", "small/0/1", "new/0/0"]
 
 
 def test_cost_lets_one_larger_than_the_cache_run_alone():

@@ -135,7 +135,7 @@ async def replayed(how, run, events):
             shell.finish(what)
         elif kind == "wake":
             # The loop's own timer would call it by the wall clock.
-            shell._decide()
+            shell._decide(at)
         await asyncio.sleep(0)
         shell._wake_at(None, at)
         await asyncio.sleep(0)

@@ -110,11 +110,11 @@ def test_what_a_silent_client_holds_goes_to_others():
         assert made.waiting == 2
         clock.now = 9.0
         made.renew("alive")
-        made._decide()
+        made._decide(clock.now)
         await asyncio.sleep(0)
         assert made.waiting == 2, "a lease holds for its whole length"
         clock.now = 12.0
-        made._decide()
+        made._decide(clock.now)
         assert (await alive)[0] == "r"
         with pytest.raises(LeaseExpired):
             await dying
@@ -146,7 +146,7 @@ def test_without_a_lease_nothing_expires_and_a_client_can_still_be_released():
         await made.acquire(turn(0), "c")
         other = asyncio.create_task(made.acquire(turn(1)))
         clock.now = 1e6
-        made._decide()
+        made._decide(clock.now)
         await asyncio.sleep(0)
         assert not other.done()
         assert made.release_client("c") == ["t0"]

@@ -191,9 +191,9 @@ class Side:
             await self.router.clear_sticky_cache.remote()
 
     async def settle(self) -> None:
-        """Wait until text that is still on its way to the drafters has arrived."""
+        """Wait until what is still on its way to the router and to the drafters has arrived."""
         if self.is_war:
-            await self.client.publisher.flush()
+            await self.client.settle()
 
     async def counters(self) -> dict[str, dict[str, float]]:
         """Cumulative counters of each replica, by address: vLLM's own and the benchmark extension's."""

@@ -45,10 +45,10 @@ class Players:
         self._taken = len(self._state.records)
         return records
 
-    def war_feed_counters(self) -> dict[str, float]:
-        """As ``WarAgentLoopWorker.war_feed_counters``."""
+    def war_client_counters(self) -> dict[str, float]:
+        """As ``WarAgentLoopWorker.war_client_counters``."""
         publisher = getattr(self._client, "publisher", None)
-        return {} if publisher is None else dict(publisher.counters)
+        return {} if publisher is None else {**publisher.counters, **self._client.link.counters}
 
 
 class SideObserver:

@@ -12,6 +12,10 @@ from war_rl.rollout.cost import Cost, Rates
 from war_rl.rollout.progress import Remaining
 from war_rl.types import TurnRequest
 
+UPROOTED = "cache_lost"
+"""Reason of a move that costs nothing, because nothing of the trajectory was left where it lived. Not counted against
+``migrate_max``."""
+
 
 class ReplicaView(Protocol):
     """One replica that takes turns. The placements already made in this decision are included in the numbers."""
@@ -154,6 +158,9 @@ class Context(Protocol):
 
         With ``turn``, without those that are known not to admit it.
         """
+
+    def spare_replicas(self) -> Sequence[ReplicaView]:
+        """Replicas where the KV of the running turns leaves room and no turn waits to return, whatever is promised."""
 
     def queue_cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> float:
         """Seconds until the replica begins with the turn.

@@ -55,6 +55,7 @@ class Planner:
         self._saved: dict[str, tuple[ReplicaState, Numbers]] = {}
         self._homes: dict[TrajectoryId, ReplicaState] = {}
         self._claimed: list[tuple[ReplicaState, GroupId]] = []
+        self._begun: list[tuple[ReplicaState, GroupId]] = []
         self._siblings: dict[tuple[str, GroupId], int] = {}
         self._covers: dict[TrajectoryId, int] = {}
         self._resumed_left: dict[str, int] = {}
@@ -177,9 +178,13 @@ class Planner:
         target, state = cast(ReplicaState, replica), _state(turn)
         if target.running == 0 or target.kv_capacity == math.inf:
             return True
-        covered = self._covers.get(state.trajectory.id, state.trajectory.covered)
-        need = _need(state, covered, self._owner.expected_output(turn.request))
-        return target.kv_running + target.shared.tokens + need <= target.kv_capacity
+        trajectory = state.trajectory
+        if self._homes.get(trajectory.id, trajectory.home) is target:
+            extra, covered = 0, self._covers.get(trajectory.id, trajectory.covered)
+        else:
+            extra, covered = self._would_claim(state, target)
+        wanted = extra + _need(state, covered, self._owner.expected_output(turn.request))
+        return target.kv_running + target.shared.in_use(trajectory.group) + wanted <= target.kv_capacity
 
     def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
         target, state = cast(ReplicaState, replica), _state(turn)
@@ -211,9 +216,16 @@ class Planner:
             (r for r in self._open.values() if r.rejected != (r.version, *stamp) or r.id in saved), key=_index
         )
 
+    def spare_replicas(self) -> Sequence[ReplicaState]:
+        return [r for r in self.replicas if (r.running == 0 or r.kv_running < r.kv_capacity) and not self._line(r)]
+
     def _is_open(self, replica: ReplicaState) -> bool:
-        waiting = self._resumed_left.get(replica.id)
-        return is_open(replica, len(replica.resumed) if waiting is None else waiting, self._theta)
+        return is_open(replica, self._line(replica), self._theta)
+
+    def _line(self, replica: ReplicaState) -> int:
+        """How many turns wait to return there."""
+        left = self._resumed_left.get(replica.id)
+        return len(replica.resumed) if left is None else left
 
     def queue_cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> float:
         return self._queue(cast(ReplicaState, replica), ahead)
@@ -261,6 +273,8 @@ class Planner:
         """Put every number back that the placements changed."""
         for replica, numbers in self._saved.values():
             replica.restore(numbers)
+        for replica, group in self._begun:
+            replica.shared.end(group)
         for replica, group in reversed(self._claimed):
             replica.shared.unclaim(group)
 
@@ -298,6 +312,8 @@ class Planner:
         if was_idle or home is not target:
             target.kv_growth += facts.growth
         target.running += 1
+        target.shared.begin(trajectory.group)
+        self._begun.append((target, trajectory.group))
         target.kv_running += _need(turn, covered, facts.expected)
         target.tokens += request.prompt_tokens + facts.expected
         busy_until = max(self.now, target.prefill_free_at)
@@ -321,14 +337,19 @@ class Planner:
 
     def _charge(self, turn: TurnState, target: ReplicaState) -> int:
         """KV that admitting the turn's trajectory would promise, in tokens."""
-        facts, group = self._facts(turn), turn.trajectory.group
+        facts = self._facts(turn)
+        extra, covered = self._would_claim(turn, target)
+        return extra + _need(turn, covered, facts.expected) + facts.growth
+
+    def _would_claim(self, turn: TurnState, target: ReplicaState) -> tuple[int, int]:
+        """Tokens that claiming its first prompt would add there, and those of its prompt that the claim would cover."""
+        group = turn.trajectory.group
         hashes, tokens = self._owner.first_prompt(turn)
         covered = target.shared.covered(group, hashes, tokens)
-        extra = 0
-        if covered is None:
-            extra = target.shared.price(group, hashes, tokens)
-            covered = len(hashes) * target.info.block_size if hashes else tokens
-        return extra + _need(turn, covered, facts.expected) + facts.growth
+        if covered is not None:
+            return 0, covered
+        covered = len(hashes) * target.info.block_size if hashes else tokens
+        return target.shared.price(group, hashes, tokens), covered
 
     def _queue(self, target: ReplicaState, ahead: int) -> float:
         rates = target.rates

@@ -93,6 +93,9 @@ class Progress:
         self._group: OrderedDict[GroupId, Estimate] = OrderedDict()
         self.turn_output = {flag: Running(output_tokens / max(1.0, turns)) for flag in (False, True)}
         """Tokens generated in one turn, of training and of validation."""
+        self.turn_growth = {flag: Running(context_tokens / max(1.0, turns)) for flag in (False, True)}
+        """Tokens by which the context grows from one turn's prompt to the next, of training and of validation."""
+        self._prior_output = output_tokens / max(1.0, turns)
 
     def group_turns(self, group: GroupId) -> float:
         """Expected turns of a whole trajectory of this group (WAR's T)."""
@@ -111,16 +114,27 @@ class Progress:
         known = self._group.get(group)
         return known is not None and known.turns.count > 0
 
-    def remaining(self, group: GroupId, turns_done: int, output_done: int, context: int) -> Remaining:
-        """What is still to come. ``context`` is the length of the trajectory's context now, in tokens.
+    def remaining(
+        self, group: GroupId, turns_done: int, output_done: int, context: int, max_tokens: int = 0
+    ) -> Remaining:
+        """What is still to come. ``context`` is the length of the trajectory's context now, ``max_tokens`` the most
+        that its next turn may generate (0: unknown), in tokens.
 
+        Until a trajectory has finished, the context is taken to grow as it has done from turn to turn so far.
         A trajectory past its estimate is a member of the tail; it is given half a standard deviation more.
         """
         estimate, source = self._best(group)
         turns = _left(estimate.turns, turns_done, 1.0)
         output = _left(estimate.output, output_done, 1.0)
         growth = _left(estimate.context, context, 0.0) if context else estimate.context.mean
+        if source == "workload" and estimate.context.count == 0:
+            growth = self._unseen_growth(group.validate, turns, growth, max_tokens)
         return Remaining(turns, estimate.turns.var**0.5, output, estimate.output.var**0.5, max(growth, 0.0), source)
+
+    def observe_return(self, validate: bool, grown: int) -> None:
+        """A trajectory's next turn has come, with a prompt that is so many tokens longer than the last one."""
+        seen = self.turn_growth[validate]
+        seen.add(max(0, grown), max(0.02, 1.0 / (1 + seen.count)))
 
     def observe_turn(self, group: GroupId, turns: int, output: int, context: int, generated_tokens: int) -> None:
         """A turn has ended; its trajectory has had ``turns`` turns, ``output`` generated tokens, and a ``context``.
@@ -160,6 +174,15 @@ class Progress:
         """Groups of earlier steps are over; what they taught lives on under their dataset index."""
         for group in [g for g in self._group if g.step < step]:
             del self._group[group]
+
+    def _unseen_growth(self, validate: bool, turns: float, prior: float, max_tokens: int) -> float:
+        """Growth of a context, in tokens, while no trajectory has finished yet. ``prior``: what was believed before."""
+        seen = self.turn_growth[validate]
+        if seen.count:
+            return turns * seen.mean
+        # Turns that may write less than was guessed do not grow as was guessed.
+        short = min(1.0, max_tokens / self._prior_output) if max_tokens > 0 else 1.0
+        return min(prior, turns * seen.mean * short)
 
     def _best(self, group: GroupId) -> tuple[Estimate, str]:
         own = self._group.get(group)

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import Any
 
 from war_rl.config import SchedulerConfig
+from war_rl.rollout.context import UPROOTED
 from war_rl.rollout.cost import RatePriors, ReplicaRates
 from war_rl.rollout.outlook import seconds_left
 from war_rl.rollout.planner import Planner
@@ -180,6 +181,7 @@ class GlobalScheduler:
         if not trajectory.waiting and not trajectory.running and trajectory.idle_since >= 0.0:
             gap = max(MIN_TOOL_SECONDS, now - trajectory.idle_since)
             self.tool_seconds += 0.05 * (gap - self.tool_seconds)
+            self.progress.observe_return(turn.trajectory.validate, turn.prompt_tokens - trajectory.prompt)
         if trajectory.home is None and not trajectory.ran:
             state.rank = self._rank(trajectory)
         self._turns[turn.key] = state
@@ -402,8 +404,9 @@ class GlobalScheduler:
         theta, home = self._theta_at(now), turn.trajectory.home
         if home is not None and not home.draining:
             wanted = need(turn.request.prompt_tokens, turn.trajectory.covered, self.expected_output(turn.request))
+            held = home.kv_running + home.shared.in_use(turn.trajectory.group)
             return (
-                f"returns to {home.id}, where {home.running} turns run in {home.kv_running + home.shared.tokens} of "
+                f"returns to {home.id}, where {home.running} turns run in {held} of "
                 f"{home.kv_capacity:.0f} KV tokens, it needs {wanted} and {len(home.resumed)} wait"
             )
         held = ", ".join(
@@ -430,7 +433,11 @@ class GlobalScheduler:
         """What the turn's trajectory still has before it, this turn included."""
         trajectory = turn.trajectory
         return self.progress.remaining(
-            trajectory.group, trajectory.turns, trajectory.output, turn.request.prompt_tokens
+            trajectory.group,
+            trajectory.turns,
+            trajectory.output,
+            turn.request.prompt_tokens,
+            turn.request.max_tokens,
         )
 
     def growth(self, remaining: Remaining, expected: int) -> int:
@@ -559,12 +566,14 @@ class GlobalScheduler:
             self._footprint(trajectory, 0)
         if not trajectory.ran:
             trajectory.ran, trajectory.started = True, now
+        trajectory.prompt = request.prompt_tokens
         trajectory.waiting.discard(request.key)
         trajectory.running.add(request.key)
         self._stats[trajectory.id.validate].waiting -= 1
         turn.replica, turn.started, turn.area = replica, now, replica.running_area
         turn.need = need(request.prompt_tokens, trajectory.covered, expected)
         replica.kv_running += turn.need
+        replica.shared.begin(trajectory.group)
         replica.running += 1
         turn.crowded = replica.running > replica.slots
         replica.running_train += not trajectory.id.validate
@@ -587,6 +596,7 @@ class GlobalScheduler:
         generated = result.generated_tokens if result is not None else 0
         replica.residency.end(request.key, generated, result.cached_tokens if result is not None else None)
         replica.kv_running -= turn.need
+        replica.shared.end(trajectory.group)
         replica.running -= 1
         replica.running_train -= not trajectory.id.validate
         replica.start_sum -= turn.started
@@ -664,7 +674,7 @@ class GlobalScheduler:
         elif trajectory.home is not None:
             stats.migrations += 1
             self._count("sched/migrations")
-            if not trajectory.home.draining:
+            if not trajectory.home.draining and placement.reason != UPROOTED:
                 trajectory.migrations += 1
                 trajectory.moved_at_turn = trajectory.turns
             here = replica.residency.match(

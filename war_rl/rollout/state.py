@@ -137,6 +137,18 @@ class _Idle:
     decaying: bool = False
 
 
+@dataclass(slots=True)
+class _Claim:
+    """One group's first prompt on a replica. Lengths in tokens."""
+
+    hashes: Sequence[int]
+    covered: int
+    price: int
+    """What it added when it was claimed."""
+    members: int = 1
+    running: int = 0
+
+
 class SharedPrompts:
     """Prompt blocks that the groups on one replica have in common are promised once.
 
@@ -147,7 +159,9 @@ class SharedPrompts:
     def __init__(self, block_size: int) -> None:
         self._block = block_size
         self._blocks: Counter[int] = Counter()
-        self._groups: dict[GroupId, tuple[list[int], Sequence[int], int]] = {}
+        self._groups: dict[GroupId, _Claim] = {}
+        self._resting = 0
+        self._common = 0
         self.tokens = 0
         """Tokens of all distinct claimed blocks."""
 
@@ -156,11 +170,10 @@ class SharedPrompts:
         known = self._groups.get(group)
         if known is None:
             return None
-        claimed = known[1]
-        if not claimed or not hashes:
+        if not known.hashes or not hashes:
             # Without hashes on both sides, the members of a group are taken at their word: one prompt.
-            return min(known[2], tokens)
-        return _common(claimed, hashes) * self._block
+            return min(known.covered, tokens)
+        return _common(known.hashes, hashes) * self._block
 
     def price(self, group: GroupId, hashes: Sequence[int], tokens: int) -> int:
         """Tokens that claiming this first prompt would add. Changes nothing."""
@@ -181,30 +194,60 @@ class SharedPrompts:
         """One more member. Returns the tokens of its first prompt that are paid for by the claim."""
         covered = self.covered(group, hashes, tokens)
         if covered is not None:
-            self._groups[group][0][0] += 1
+            self._groups[group].members += 1
             return covered
-        self.tokens += self.price(group, hashes, tokens)
+        price = self.price(group, hashes, tokens)
         self._blocks.update(hashes)
         covered = len(hashes) * self._block if hashes else tokens
-        self._groups[group] = ([1], hashes, covered)
+        self._groups[group] = _Claim(hashes, covered, price)
+        self._common = max(self._common, covered - price)
+        self._resting += price
+        self.tokens += price
         return covered
 
     def unclaim(self, group: GroupId) -> None:
         """One member less."""
-        members, hashes, covered = self._groups[group]
-        members[0] -= 1
-        if members[0]:
+        claim = self._groups[group]
+        claim.members -= 1
+        if claim.members:
             return
         del self._groups[group]
-        if not hashes:
-            self.tokens -= covered
-        for block in hashes:
+        self._resting -= claim.price
+        if not claim.hashes:
+            self.tokens -= claim.covered
+        for block in claim.hashes:
             left = self._blocks[block] - 1
             if left:
                 self._blocks[block] = left
             else:
                 del self._blocks[block]
                 self.tokens -= self._block
+        if not self._groups:
+            self._common = 0
+
+    def begin(self, group: GroupId) -> None:
+        """A turn of a member starts to run."""
+        claim = self._groups[group]
+        claim.running += 1
+        if claim.running == 1:
+            self._resting -= claim.price
+
+    def end(self, group: GroupId) -> None:
+        """A turn of a member runs no more."""
+        claim = self._groups[group]
+        claim.running -= 1
+        if claim.running == 0:
+            self._resting += claim.price
+
+    def in_use(self, group: GroupId) -> int:
+        """Tokens that the claims of the groups with a running turn keep in the cache, if one of ``group`` ran too.
+
+        What groups have in common is not told apart by group: it may be counted once too often, never too few times
+        where all of them share the same beginning.
+        """
+        claim = self._groups.get(group)
+        more = claim.price if claim is not None and claim.running == 0 else 0
+        return min(self.tokens, self.tokens - self._resting + more + self._common)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -373,6 +416,8 @@ class TrajectoryState:
     turns: int = 0
     output: int = 0
     context: int = 0
+    prompt: int = 0
+    """Tokens of the prompt of the turn that started last."""
     footprint: int = 0
     work: int = 0
     growth: int = 0

@@ -66,8 +66,10 @@ class WrongProgress(Progress):
         self.__dict__.update(known.__dict__)
         self._bias, self._sigma = bias, sigma
 
-    def remaining(self, group: GroupId, turns_done: int, output_done: int, context: int) -> Remaining:
-        found = super().remaining(group, turns_done, output_done, context)
+    def remaining(
+        self, group: GroupId, turns_done: int, output_done: int, context: int, max_tokens: int = 0
+    ) -> Remaining:
+        found = super().remaining(group, turns_done, output_done, context, max_tokens)
         factor = self._bias * math.exp(self._sigma * _normal(group.uid))
         return replace(
             found,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
@@ -45,9 +46,27 @@ class SchedulerShell:
         self._waiting: dict[str, asyncio.Future[tuple[str, str]]] = {}
         self._turns: set[str] = set()
         self._homes: dict[str, str] = {}
+        self._at: float | None = None
+        self._asked: list[str] = []
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at = 0.0
         self._next_expiry = 0.0
+
+    @contextmanager
+    def together(self) -> Iterator[float]:
+        """All events inside happen at one time, which is given, and are decided upon together when it is over.
+
+        Nothing may be awaited inside.
+        """
+        if self._at is not None:
+            yield self._at
+            return
+        now = self._at = self.clock()
+        try:
+            yield now
+        finally:
+            self._at = None
+            self._decide(now)
 
     # ------------------------------------------------------------------ turns
 
@@ -63,20 +82,31 @@ class SchedulerShell:
             LeaseExpired: the client was taken for dead while the turn waited.
             Exception: what :meth:`turn_away` was given.
         """
-        if not self._replicas:
-            raise NoReplicaError("No available servers in load balancer")
-        self.scheduler.submit(request, self.clock(), client)
-        future: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
-        self._waiting[request.key] = future
-        self._turns.add(request.key)
-        self._decide()
-        if decisions.isEnabledFor(logging.DEBUG) and not future.done():
-            decisions.debug("%s held: %s", request.key, self.scheduler.why_waiting(request.key, self.clock()))
+        future = self.submit(request, client)
         try:
             return await future
         except BaseException:
             self.release(request.key, None)
             raise
+
+    def submit(self, request: TurnRequest, client: str = "") -> asyncio.Future[tuple[str, str]]:
+        """As :meth:`acquire`, for callers that do not wait on the spot: what it would return or raise, in time.
+
+        The caller must :meth:`release` the turn whatever comes of it.
+
+        Raises:
+            NoReplicaError: there is no replica.
+            ValueError: a turn with this key waits or runs already.
+        """
+        if not self._replicas:
+            raise NoReplicaError("No available servers in load balancer")
+        with self.together() as now:
+            self.scheduler.submit(request, now, client)
+            future: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+            self._waiting[request.key] = future
+            self._turns.add(request.key)
+            self._asked.append(request.key)
+        return future
 
     def turn_away(self, error: Exception) -> int:
         """Fail every waiting turn with ``error``. Returns how many there were."""
@@ -89,13 +119,13 @@ class SchedulerShell:
         """The turn is over; None when it was cancelled. An unknown key and a second release are ignored."""
         if key not in self._turns:
             return
-        self._turns.discard(key)
-        self._homes.pop(key, None)
-        waiter = self._waiting.pop(key, None)
-        if waiter is not None and not waiter.done():
-            waiter.cancel()
-        self.scheduler.release(key, result, self.clock())
-        self._decide()
+        with self.together() as now:
+            self._turns.discard(key)
+            self._homes.pop(key, None)
+            waiter = self._waiting.pop(key, None)
+            if waiter is not None and not waiter.done():
+                waiter.cancel()
+            self.scheduler.release(key, result, now)
 
     def home(self, key: str) -> str | None:
         """The replica on which the turn runs; None while it waits and after it is over."""
@@ -109,17 +139,17 @@ class SchedulerShell:
 
     def release_client(self, client: str) -> list[str]:
         """The client is gone: its turns and trajectories end. Returns the keys of the turns."""
-        keys = self.scheduler.release_client(client, self.clock())
-        self._forget(keys)
-        self._decide()
+        with self.together() as now:
+            keys = self.scheduler.release_client(client, now)
+            self._forget(keys)
         return keys
 
     # ------------------------------------------------------------------ trajectories and steps
 
     def finish(self, trajectory: TrajectoryId) -> None:
         """No further turn of this trajectory will come."""
-        self.scheduler.finish(trajectory, self.clock())
-        self._decide()
+        with self.together() as now:
+            self.scheduler.finish(trajectory, now)
 
     def weights_updated(self, step: int) -> None:
         """All replicas hold the weights of ``step``; what they had cached is gone."""
@@ -130,26 +160,26 @@ class SchedulerShell:
     def add(self, info: ReplicaInfo) -> None:
         """A replica takes turns from now on; for a known id, its new description."""
         self._replicas[info.id] = info
-        self.scheduler.add_replica(info, self.clock())
-        self._decide()
+        with self.together() as now:
+            self.scheduler.add_replica(info, now)
 
     def lose(self, replica_id: str, reason: str) -> list[str]:
         """A replica is gone. Returns the keys of the turns that ran there: forgotten, to be acquired again.
 
         Losing the last replica fails every waiting turn with :class:`NoReplicaError`.
         """
-        self._replicas.pop(replica_id, None)
-        lost = self.scheduler.remove_replica(replica_id, self.clock(), reason=reason)
-        self._forget(lost)
-        if not self._replicas:
-            self.turn_away(NoReplicaError(f"the last replica is lost: {reason or replica_id}"))
-        self._decide()
+        with self.together() as now:
+            self._replicas.pop(replica_id, None)
+            lost = self.scheduler.remove_replica(replica_id, now, reason=reason)
+            self._forget(lost)
+            if not self._replicas:
+                self.turn_away(NoReplicaError(f"the last replica is lost: {reason or replica_id}"))
         return lost
 
     def drain(self, replica_id: str) -> None:
         """No turn starts there until :meth:`add` is called again; what runs goes on, what waits goes elsewhere."""
-        self.scheduler.drain_replica(replica_id, self.clock())
-        self._decide()
+        with self.together() as now:
+            self.scheduler.drain_replica(replica_id, now)
 
     @property
     def replicas(self) -> dict[str, ReplicaInfo]:
@@ -198,9 +228,10 @@ class SchedulerShell:
             self._next_expiry = now + 0.25 * lease
             self._forget(self.scheduler.expire(now))
 
-    def _decide(self) -> None:
-        now = self.clock()
+    def _decide(self, now: float) -> None:
         self._expire(now)
+        asked, self._asked = self._asked, []
+        explain = decisions.isEnabledFor(logging.DEBUG)
         for placement in self.scheduler.decide(now):
             future = self._waiting.get(placement.key)
             if future is None or future.done():
@@ -210,11 +241,15 @@ class SchedulerShell:
             self.scheduler.reserve(placement, now)
             self._homes[placement.key] = placement.replica_id
             future.set_result((placement.replica_id, placement.reason))
-            if decisions.isEnabledFor(logging.DEBUG):
+            if explain:
                 costs = ", ".join(f"{name} {cost:.3f}" for name, cost in placement.costs.items())
                 decisions.debug(
                     "%s -> %s: %s [%s]", placement.key, placement.replica_id, placement.reason, costs or "not compared"
                 )
+        if explain:
+            for key in asked:
+                if key in self._waiting:
+                    decisions.debug("%s held: %s", key, self.scheduler.why_waiting(key, now))
         self._wake_at(self.scheduler.next_wakeup(now), now)
 
     def _wake_at(self, at: float | None, now: float) -> None:
@@ -230,4 +265,4 @@ class SchedulerShell:
 
     def _wake(self) -> None:
         self._wakeup = None
-        self._decide()
+        self._decide(self.clock())

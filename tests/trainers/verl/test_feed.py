@@ -33,14 +33,15 @@ class Server:
             await self._hold.wait()
 
 
-class FakeRouter:
-    def __init__(self, servers):
-        async def handles():
-            if isinstance(servers, Exception):
-                raise servers
-            return servers
+def told(servers):
+    """What the link to the router knows of the servers; an exception is raised."""
 
-        self.get_server_handles = Remote(handles)
+    async def now():
+        if isinstance(servers, Exception):
+            raise servers
+        return servers
+
+    return now
 
 
 def item(n: int, start: int = 0, session: int = 0) -> FeedItem:
@@ -68,7 +69,7 @@ async def settle(feed):
 def test_every_replica_gets_everything_in_order():
     async def main():
         servers = {"a": Server(), "b": Server()}
-        feed = FeedPublisher(FakeRouter(servers), config())
+        feed = FeedPublisher(told(servers), config())
         for start in (0, 5, 10):
             feed.publish(item(5, start))
         await settle(feed)
@@ -83,7 +84,7 @@ def test_a_busy_replica_gets_everything_later_and_holds_nobody_up():
     async def main():
         hold = asyncio.Event()
         slow, fast = Server(hold), Server()
-        feed = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config())
+        feed = FeedPublisher(told({"slow": slow, "fast": fast}), config())
         for n, start in enumerate((0, 5, 10), 1):
             feed.publish(item(5, start))
             await until(lambda n=n: len(fast.got) == n)
@@ -101,7 +102,7 @@ def test_a_busy_replica_gets_everything_later_and_holds_nobody_up():
 def test_a_replica_that_never_answers_cannot_fill_the_memory():
     async def main():
         slow, fast = Server(asyncio.Event()), Server()
-        feed = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config(feed_max_mb=1), share=lambda b: b)
+        feed = FeedPublisher(told({"slow": slow, "fast": fast}), config(feed_max_mb=1), share=lambda b: b)
         for session in range(6):
             feed.publish(item(100_000, session=session))
             await until(lambda session=session: len(fast.got) == session + 1)
@@ -116,7 +117,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
     async def main():
         server, other, shared = Server(), Server(), []
         share = lambda blob: shared.append(blob) or blob  # noqa: E731
-        feed = FeedPublisher(FakeRouter({"a": server, "b": other}), config(feed_max_mb=1), share=share)
+        feed = FeedPublisher(told({"a": server, "b": other}), config(feed_max_mb=1), share=share)
         big = 200_000  # 0.8 MB of int32
         feed.publish(item(big))
         feed.publish(item(big, session=1))
@@ -131,7 +132,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
 
 def test_errors_are_counted_and_said_once(caplog):
     async def main():
-        feed = FeedPublisher(FakeRouter(RuntimeError("router is gone")), config())
+        feed = FeedPublisher(told(RuntimeError("router is gone")), config())
         with caplog.at_level(logging.WARNING):
             for start in (0, 5):
                 feed.publish(item(5, start))
@@ -146,7 +147,7 @@ def test_switched_off_it_sends_nothing():
     async def main():
         for off in (config(feed=False), config(policy="off")):
             server = Server()
-            feed = FeedPublisher(FakeRouter({"a": server}), off)
+            feed = FeedPublisher(told({"a": server}), off)
             feed.publish(item(5))
             await settle(feed)
             assert not server.got
@@ -159,7 +160,7 @@ def test_flush_returns_when_everything_has_arrived():
     async def main():
         hold = asyncio.Event()
         slow, fast = Server(hold=hold), Server()
-        publisher = FeedPublisher(FakeRouter({"slow": slow, "fast": fast}), config())
+        publisher = FeedPublisher(told({"slow": slow, "fast": fast}), config())
         await publisher.flush()
         publisher.publish(item(5))
         publisher.publish(item(3, start=5))
@@ -175,7 +176,7 @@ def test_flush_returns_when_everything_has_arrived():
 
 def test_nothing_is_kept_where_no_replica_can_draft():
     async def main():
-        publisher = FeedPublisher(FakeRouter({}), config(replicas="none"))
+        publisher = FeedPublisher(told({}), config(replicas="none"))
         publisher.publish(item(10))
         assert publisher.counters["feed_items"] == 0
 

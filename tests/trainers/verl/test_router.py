@@ -8,20 +8,22 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.trainers.verl.nearby import Actor
 from war_rl.config import WarConfig, to_dict
 from war_rl.trainers.verl import monitoring
 from war_rl.trainers.verl import router as router_module
+from war_rl.trainers.verl.link import RouterLink
 from war_rl.trainers.verl.router import Router, RouterLost
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
 INFO = {"kv_tokens": 10_000, "block_size": 16, "max_running": 16, "can_draft": True}
 
 
-def make(n: int = 2) -> Router:
+def make(n: int = 2) -> tuple[Router, RouterLink]:
     servers = {f"s{i}": f"handle{i}" for i in range(n)}
     router = Router(servers, {"router_class": "x"})
     router.configure(to_dict(WarConfig()), dict.fromkeys(servers, INFO))
-    return router
+    return router, RouterLink(Actor(router), "worker-1")
 
 
 def turn(uid: str, session: int, number: int, tokens: int = 100) -> TurnRequest:
@@ -30,13 +32,13 @@ def turn(uid: str, session: int, number: int, tokens: int = 100) -> TurnRequest:
 
 def test_a_trajectory_stays_where_it_started_and_others_start_elsewhere():
     async def main():
-        router = make()
-        home, handle, _ = await router.acquire_turn(turn("a", 0, 0, tokens=1000))
+        router, link = make()
+        home, handle, _ = await link.acquire(turn("a", 0, 0, tokens=1000))
         assert handle == f"handle{home[1:]}"
-        assert (await router.acquire_turn(turn("b", 0, 0, tokens=10)))[0] != home
+        assert (await link.acquire(turn("b", 0, 0, tokens=10)))[0] != home
         for number in range(1, 4):
-            router.release_turn(f"a/0/{number - 1}", TurnResult(generated_tokens=10))
-            assert (await router.acquire_turn(turn("a", 0, number, tokens=1000 + number)))[0] == home
+            link.release(f"a/0/{number - 1}", TurnResult(generated_tokens=10))
+            assert (await link.acquire(turn("a", 0, number, tokens=1000 + number)))[0] == home
         assert router.take_step_stats(False)["sched/sticky_rate"] == 1.0
 
     asyncio.run(main())
@@ -44,22 +46,22 @@ def test_a_trajectory_stays_where_it_started_and_others_start_elsewhere():
 
 def test_a_lost_replica_is_forgotten_and_its_late_releases_are_harmless():
     async def main():
-        router = make()
-        home, _, _ = await router.acquire_turn(turn("a", 0, 0))
+        router, link = make()
+        home, _, _ = await link.acquire(turn("a", 0, 0))
         router.lose_server(home, "killed")
-        router.release_turn("a/0/0", TurnResult(error="dead"))
-        again, _, _ = await router.acquire_turn(turn("a", 0, 1))
+        link.release("a/0/0", TurnResult(error="dead"))
+        again, _, _ = await link.acquire(turn("a", 0, 1))
         assert again != home
         router.lose_server(again, "killed")
         with pytest.raises(RuntimeError, match="No available servers"):
-            await router.acquire_turn(turn("a", 0, 2))
+            await link.acquire(turn("a", 0, 2))
 
     asyncio.run(main())
 
 
 def test_the_protocol_of_verl_is_served():
     async def main():
-        router = make()
+        router, _ = make()
         first, _ = await router.acquire_server("r", prompt_ids=[1, 2, 3])
         second, _ = await router.acquire_server("r", prompt_ids=[1, 2, 3, 4])
         assert first == second
@@ -81,26 +83,24 @@ def test_the_protocol_of_verl_is_served():
 
 def test_settings_cannot_change_under_running_turns():
     async def main():
-        router = make()
-        await router.acquire_turn(turn("a", 0, 0))
+        router, link = make()
+        await link.acquire(turn("a", 0, 0))
         with pytest.raises(RuntimeError, match="while turns are running"):
             router.configure(to_dict(WarConfig()), {})
 
     asyncio.run(main())
 
 
-def test_the_feed_goes_to_replicas_that_can_draft_only():
-    router = Router({"s0": "handle0", "s1": "handle1"}, {})
-    router.configure(to_dict(WarConfig()), {"s0": INFO, "s1": {**INFO, "can_draft": False}})
-    assert router.get_server_handles() == {"s0": "handle0"}
-
-
 def test_a_router_that_was_started_again_stops_the_run_with_a_clear_message():
     async def main():
         router = Router({"s0": "handle"}, {})
         assert not router.is_configured()
+        link = RouterLink(Actor(router), "worker-1")
+        # What is over may be told: nobody waits for it.
+        link.finish(TrajectoryId("a", 0, 1))
+        await link.flush()
         with pytest.raises(RouterLost, match="started again"):
-            await router.acquire_turn(turn("a", 0, 0))
+            await link.acquire(turn("a", 0, 0))
         # verl's own calls, which know no trajectories, need no memory.
         assert (await router.acquire_server("r"))[0] == "s0"
 
@@ -109,25 +109,25 @@ def test_a_router_that_was_started_again_stops_the_run_with_a_clear_message():
 
 def test_what_a_dead_client_held_is_free_and_a_drained_replica_rests():
     async def main():
-        router = make()
-        home, _, _ = await router.acquire_turn(turn("a", 0, 0), "worker-1")
+        router, link = make()
+        home, _, _ = await link.acquire(turn("a", 0, 0))
         assert router.release_client("worker-1") == 1 and router.get_total_inflight() == 0
         router.drain_server(home)
         for i in range(3):
-            assert (await router.acquire_turn(turn("b", i, 0)))[0] != home
+            assert (await link.acquire(turn("b", i, 0)))[0] != home
         router.resume_server(home)
-        assert (await router.acquire_turn(turn("c", 0, 0)))[0] == home
+        assert (await link.acquire(turn("c", 0, 0)))[0] == home
 
     asyncio.run(main())
 
 
 def test_a_server_that_says_nothing_of_itself_is_not_held_back():
     async def main():
-        router = make(1)
+        router, link = make(1)
         router.remove_servers(["s0"])
         router.add_servers({"new": "handle"})
         for i in range(100):
-            assert (await asyncio.wait_for(router.acquire_turn(turn("a", i, 0)), 5.0))[0] == "new"
+            assert (await asyncio.wait_for(link.acquire(turn("a", i, 0)), 5.0))[0] == "new"
 
     asyncio.run(main())
 
@@ -136,8 +136,8 @@ def test_prometheus_reads_the_state_over_http(monkeypatch):
     monkeypatch.setattr(router_module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
     async def main():
-        router = make()
-        home, _, _ = await router.acquire_turn(turn("a", 0, 0))
+        router, link = make()
+        home, _, _ = await link.acquire(turn("a", 0, 0))
         address = await router.serve_metrics()
         assert address.startswith("127.0.0.1:") and await router.serve_metrics() == address
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from war_rl.rollout.context import Context, Policy, ReplicaView, TurnView
+from war_rl.rollout.context import UPROOTED, Context, Policy, ReplicaView, TurnView
 
 
 class CostPolicy(Policy):
     """Order of service:
 
     1. Turns that return to their replica, oldest first (a sandbox about to die first of all). They start while the KV
-       of the running turns fits. One that must wait moves if that saves
-       ``migrate_margin_s`` and a factor ``migrate_ratio`` of waiting and prefill, in a tool gap, at most
-       ``migrate_max`` times.
+       of the running turns fits. One that must wait moves if that saves ``migrate_margin_s`` and a factor
+       ``migrate_ratio`` of waiting and prefill, in a tool gap, at most ``migrate_max`` times; or, however often, where
+       its replica holds nothing of it any more, so that it would be computed anew anywhere.
     2. Turns whose replica is lost or draining: to the cheapest replica that admits them.
     3. New trajectories that have waited ``max_wait_s``, oldest first; then one probe per group; then longest expected
        first. Each goes to the cheapest replica that admits it. Where the first finds no room, none overtakes it.
@@ -53,11 +53,12 @@ class CostPolicy(Policy):
                     context.place(turn, drafter[0], "to_drafter", drafter[1])
                 continue
             context.still_blocked(home)
-            if not context.any_open or not context.look_around(home):
+            if not context.look_around(home):
                 return
-            target = self._move(turn, home, ahead + 1, context)
-            if target is not None:
+            if (target := self._move(turn, home, ahead + 1, context)) is not None:
                 context.place(turn, target[0], "migrated", target[1])
+            elif (target := self._uproot(turn, home, context)) is not None:
+                context.place(turn, target[0], UPROOTED, target[1])
             else:
                 ahead += 1
                 if ahead >= LOOK:
@@ -77,6 +78,8 @@ class CostPolicy(Policy):
     ) -> tuple[ReplicaView, dict[str, float]] | None:
         """A replica that is worth moving to, with the costs compared."""
         config = self.config
+        if not context.any_open:
+            return None
         # A busier target counts against moving, a less busy one not for it: moving only to even out decoding costs more
         # in recomputed prompts than it gains.
         if context.queue_cost(turn, home, ahead) <= config.migrate_margin_s or not context.may_migrate(turn):
@@ -96,6 +99,27 @@ class CostPolicy(Policy):
                 there = cost.wait + max(0.0, cost.interference - here.interference)
                 if stay - there > config.migrate_margin_s and stay > config.migrate_ratio * there:
                     return replica, {home.id: stay, replica.id: there}
+        return None
+
+    def _uproot(
+        self, turn: TurnView, home: ReplicaView, context: Context
+    ) -> tuple[ReplicaView, dict[str, float]] | None:
+        """A replica with room for a turn whose text its own replica has lost: it would be computed anew in any case.
+
+        This is what happens where more is promised than fits, so promises are no reason against it.
+        """
+        if not context.in_tool_gap(turn):
+            return None
+        spare = context.spare_replicas()
+        if not spare:
+            return None
+        held = context.cached(turn, home)
+        for load, _, _, replica in sorted(
+            (context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(spare)
+        ):
+            lost = (held - context.cached(turn, replica)) * replica.rates.prefill
+            if lost <= UPROOT_SECONDS and context.fits(turn, replica):
+                return replica, {replica.id: load}
         return None
 
     def _drafter_for(
@@ -155,6 +179,8 @@ class CostPolicy(Policy):
         return True
 
 
+UPROOT_SECONDS = 0.05
+"""Prefill that a turn which must wait may lose by a move that is free. Unit: seconds."""
 TIE, TIE_SECONDS = 0.02, 0.002
 """Costs that differ by less than this share and these seconds are equal; the replica chosen longest ago takes it."""
 LOOK = 4

@@ -117,10 +117,10 @@ class WarAgentLoopWorker(_StockWorker):
         records, self._records[validate] = self._records[validate], []
         return records
 
-    def war_feed_counters(self) -> dict[str, float]:
-        """Cumulative counters of this worker's feed."""
+    def war_client_counters(self) -> dict[str, float]:
+        """Cumulative counters of this worker's feed and of its line to the router."""
         if isinstance(self.llm_client, WarClient):
-            return dict(self.llm_client.publisher.counters)
+            return {**self.llm_client.publisher.counters, **self.llm_client.link.counters}
         return {}
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -24,7 +23,7 @@ from war_rl.trainers.shell import LeaseExpired
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
 from war_rl.trainers.verl.feed import FeedPublisher
 from war_rl.trainers.verl.lease import Heartbeat, client_name
-from war_rl.trainers.verl.router import RouterLost
+from war_rl.trainers.verl.link import RouterLink, answer
 from war_rl.trainers.verl.settings import war_config
 from war_rl.types import FeedItem, TrajectoryId, TurnRecord, TurnRequest, TurnResult, as_tokens, encode_request_id
 
@@ -86,38 +85,42 @@ class MeasuredClient(LLMServerClient):
         return server_id, server
 
 
-async def _answer(call: Any) -> Any:
-    """The router's answer.
-
-    Raises:
-        RouterLost: it does not live.
-    """
-    try:
-        return await call
-    except RayActorError as error:
-        raise RouterLost(f"the router actor is gone ({error}); the run cannot go on") from error
-
-
 class WarClient(MeasuredClient):
     """Announces each turn's trajectory to the router and in the engine's request id, and feeds finished text."""
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self._publisher: FeedPublisher | None = None
+        self._link: RouterLink | None = None
         self._block_size: int | None = None
-        self._name = ""
         self._heartbeat: Heartbeat | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to a process stays there: each has its own feed, name and lease.
-        return {**self.__dict__, "_publisher": None, "_name": "", "_heartbeat": None}
+        # What belongs to a process stays there: each has its own line to the router, feed and lease.
+        return {**self.__dict__, "_publisher": None, "_link": None, "_heartbeat": None}
+
+    @property
+    def link(self) -> RouterLink:
+        """This process's line to the router; made at first use because the client travels to the workers by pickle."""
+        if self._link is None:
+            self._link = RouterLink(self._load_balancer, client_name())
+        return self._link
 
     @property
     def publisher(self) -> FeedPublisher:
-        """This process's feed; made at first use because the client travels to the workers by pickle."""
+        """This process's feed; made at first use, as the link is."""
         if self._publisher is None:
-            self._publisher = FeedPublisher(self._load_balancer, war_config(self.config).spec)
+            self._publisher = FeedPublisher(self.link.drafting_servers, war_config(self.config).spec)
         return self._publisher
+
+    def finish_trajectory(self, trajectory: TrajectoryId) -> None:
+        """No further turn of this trajectory will come. Returns at once."""
+        self.link.finish(trajectory)
+
+    async def settle(self) -> None:
+        """Wait until the router knows what has happened here, and the drafters have taken in what was published."""
+        await self.link.flush()
+        await self.publisher.flush()
 
     async def _generate(
         self, episode: Episode | None, turn: TurnRecord, request_id: str, prompt_ids: list[int], kwargs: dict[str, Any]
@@ -140,7 +143,7 @@ class WarClient(MeasuredClient):
         finally:
             _KEY.reset(token)
             # result is None when the task was cancelled. Not awaited: a release must never hold a trajectory up.
-            self._load_balancer.release_turn.remote(key, result)
+            self.link.release(key, result)
         if episode is not None:
             self._feed(episode, prompt_ids, output.token_ids)
         return output
@@ -185,14 +188,13 @@ class WarClient(MeasuredClient):
             RouterLost: it does not live, or does not remember.
         """
         if self._heartbeat is None:
-            self._name = client_name()
             self._heartbeat = Heartbeat(self._renew, war_config(self.config).scheduler.lease_s)
         for attempt in range(LEASE_TRIES):
             try:
-                return tuple(await _answer(self._load_balancer.acquire_turn.remote(request, self._name)))
+                return await self.link.acquire(request)
             except LeaseExpired:
                 # This process was stopped or cut off for longer than the lease.
-                logger.warning("the router had given up on %s; asking again", self._name)
+                logger.warning("the router had given up on %s; asking again", self.link.client)
                 if attempt + 1 == LEASE_TRIES:
                     raise
         raise AssertionError("unreachable")
@@ -200,13 +202,13 @@ class WarClient(MeasuredClient):
     def _renew(self) -> bool:
         if not ray.is_initialized():
             return False
-        self._load_balancer.renew.remote(self._name)
+        self._load_balancer.renew.remote(self.link.client)
         return True
 
     async def _block_hashes(self, episode: Episode | None, prompt_ids: list[int]) -> tuple[int, ...]:
         """Hashes of the prompt's full KV blocks, made here so that tokens need not travel to the router."""
         if self._block_size is None:
-            self._block_size = int(await _answer(self._load_balancer.get_block_size.remote()))
+            self._block_size = int(await answer(self._load_balancer.get_block_size.remote()))
         if episode is None or not self._block_size:
             return ()
         if episode.hasher is None:

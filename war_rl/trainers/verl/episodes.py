@@ -32,7 +32,7 @@ def running_episode(identity: TrajectoryId, client: Any) -> Iterator[Episode]:
         CURRENT_EPISODE.reset(token)
         episode.record.finished = time.time()
         if _publisher(client) is not None:
-            client._load_balancer.finish_trajectory.remote(identity)
+            client.finish_trajectory(identity)
 
 
 def announce_text(client: Any, episode: Episode, tokens: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -26,10 +26,20 @@ _SHARE_BYTES = 100_000
 
 
 class FeedPublisher:
-    """Collects items and sends them to all replicas. Lives on one asyncio loop."""
+    """Collects items and sends them to all replicas. Lives on one asyncio loop.
 
-    def __init__(self, router: Any, config: SpecConfig, share: Callable[[bytes], Any] = ray.put) -> None:
-        self._router = router
+    Args:
+        servers: handles by id of the servers that draft, as they are now.
+        share: puts a large message where all of them can read it.
+    """
+
+    def __init__(
+        self,
+        servers: Callable[[], Awaitable[dict[str, Any]]],
+        config: SpecConfig,
+        share: Callable[[bytes], Any] = ray.put,
+    ) -> None:
+        self._servers = servers
         self._share = share
         self._config = config
         self._enabled = config.feed and config.drafts_on(0)
@@ -81,8 +91,8 @@ class FeedPublisher:
         while self._log:
             await asyncio.sleep(self._config.feed_interval_ms / 1000)
             try:
-                # Asked each time: replicas come and go, and a message costs more than this small call.
-                servers: dict[str, Any] = await self._router.get_server_handles.remote()
+                # Asked each time: replicas come and go.
+                servers = await self._servers()
                 self._settle(servers)
                 self._send(servers)
                 await self._something_happens()

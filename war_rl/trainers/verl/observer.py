@@ -22,6 +22,7 @@ from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
 from war_rl.progress import Progress, ProgressLine
 from war_rl.trace import StepTrace, TraceWriter
 from war_rl.trainers.verl.health import ReplicaDead, check_replicas, check_router, raise_if_dead
+from war_rl.trainers.verl.link import COUNTERS as LINK_COUNTERS
 from war_rl.trainers.verl.looker import Looker
 from war_rl.trainers.verl.router import RouterLost
 from war_rl.types import TrajectoryRecord
@@ -53,7 +54,7 @@ class RolloutObserver:
         self._manager: Any = None
         self._engine: dict[str, dict[str, float]] = {}
         self._spec: dict[str, dict[str, float]] = {}
-        self._feed: list[dict[str, float]] = []
+        self._clients: list[dict[str, float]] = []
         self._line: ProgressLine | None = None
         self._total = 0
         self._validate = False
@@ -78,7 +79,7 @@ class RolloutObserver:
         self._step = step
         self._engine = self._read_engines()
         self._spec = self._read_drafters()
-        self._feed = self._call_workers("war_feed_counters")
+        self._clients = self._call_workers("war_client_counters")
         self._line = ProgressLine(
             label, clock=time.monotonic, mode=self._war.progress, speaker=True, elsewhere=self._elsewhere(label)
         )
@@ -100,7 +101,7 @@ class RolloutObserver:
         if now >= self._next_health:
             self.check_health()
             # Their trajectories would never come in, and nobody else asks.
-            self._call_workers("war_feed_counters")
+            self._call_workers("war_client_counters")
             self._next_health = time.monotonic() + self._war.fault.health_interval_s
         if self._line is not None and not self._line.quiet:
             seen = self._looker.poll()
@@ -141,7 +142,9 @@ class RolloutObserver:
         before, after = _counters(self._spec), _counters(drafters)
         drafted = {server_id: delta(before.get(server_id, {}), now) for server_id, now in after.items()}
         spec = {**add_up(drafted.values()), **_gauges(drafters)}
-        feed = add_up(delta(a, b) for a, b in zip(self._feed, self._call_workers("war_feed_counters"), strict=True))
+        clients = self._call_workers("war_client_counters")
+        told = add_up(delta(a, b) for a, b in zip(self._clients, clients, strict=True))
+        feed = {name: value for name, value in told.items() if name not in LINK_COUNTERS}
         sched = ray.get(self._router.take_step_stats.remote(self._validate)) if self._is_war else {}
         for record in self.records:
             if record.error:
@@ -153,7 +156,7 @@ class RolloutObserver:
             self.records,
             seconds=seconds,
             engine=engine,
-            sched=sched,
+            sched={**sched, **_router_line(told)},
             spec=merged,
             validate=self._validate,
             began=self._began_unix,
@@ -236,6 +239,16 @@ _WORST = ("feed_lag_s", "ingest_max_s", "step_base_s", "step_per_token_s")
 def _net_saved(counts: Mapping[str, float], prefix: str) -> float:
     """Engine seconds that one replica's drafts saved, less those spent on making them."""
     return counts.get(f"{prefix}decode_seconds_saved", 0.0) - counts.get(f"{prefix}propose_seconds", 0.0)
+
+
+def _router_line(told: Mapping[str, float]) -> dict[str, float]:
+    """What the workers' lines to the router say about how busy it is; nothing where no turn was asked for."""
+    if not told.get("router_asks") or not told.get("router_messages"):
+        return {}
+    return {
+        "router_calls_per_turn": told["router_calls"] / told["router_asks"],
+        "router_message_ms": 1e3 * told["router_message_seconds"] / told["router_messages"],
+    }
 
 
 def _counters(drafters: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router actor: the shared :class:`~war_rl.trainers.shell.SchedulerShell` behind Ray.
 
-It speaks verl's ``RequestLoadBalancer`` protocol (for anything that knows only that) and the richer calls of
-:class:`~war_rl.trainers.verl.client.WarClient`. A turn that may not start yet waits on a future; nothing blocks.
+It speaks verl's ``RequestLoadBalancer`` protocol (for anything that knows only that) and the richer messages of
+:class:`~war_rl.trainers.verl.link.RouterLink`. A turn that may not start yet waits on a future; nothing blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -19,12 +19,15 @@ from war_rl.config import SchedulerConfig, load_config
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
 from war_rl.trainers.prometheus import State, look, serve
 from war_rl.trainers.shell import SchedulerShell, decisions
+from war_rl.trainers.verl.exchange import Answer, Ask, Event, Exchange, Grant, Server
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
 logger = logging.getLogger(__name__)
 
-# One waiting turn occupies one slot of the actor; far above what a step can have in flight.
-MAX_WAITING = 200_000
+# A client process takes at most two places of the actor (a message, and a call that waits for held turns), however many
+# turns it has. Only callers of verl's own acquire_server take one for each waiting turn; they must never fill the
+# house, because the release that would let one of them go could not come in any more.
+MAX_CALLS = 200_000
 
 METRICS_TIMEOUT_S = 5.0
 """Longest that a scrape waits for the router's loop."""
@@ -47,7 +50,8 @@ class Router:
         self._servers: dict[str, Any] = {}
         self._infos: dict[str, ReplicaInfo] = {}
         self._by_request: dict[str, list[str]] = {}
-        self._shell = SchedulerShell(GlobalScheduler(SchedulerConfig()))
+        self._version = 0
+        self._use(GlobalScheduler(SchedulerConfig()))
         self._configured = False
         self._metrics_address = ""
         self.add_servers(dict(servers))
@@ -65,8 +69,9 @@ class Router:
         if self._shell.inflight:
             raise RuntimeError("the router cannot be configured while turns are running")
         scheduler = load_config(war).scheduler
-        self._shell = SchedulerShell(GlobalScheduler(scheduler, seed=seed))
+        self._use(GlobalScheduler(scheduler, seed=seed))
         self._configured = True
+        self._version += 1
         if scheduler.explain:
             _log_decisions()
         for server_id in self._servers:
@@ -77,20 +82,22 @@ class Router:
         """False in a router that was started again: it has lost what it knew, see :class:`RouterLost`."""
         return self._configured
 
-    async def acquire_turn(self, request: TurnRequest, client: str = "") -> tuple[str, Any, str]:
-        """Wait until the turn may start. Returns (server id, server handle, reason).
+    def exchange(self, client: str, version: int, events: Sequence[Event]) -> Answer:
+        """Carry out what has happened to the client's turns, in order; the turns that may start now are in the answer.
 
-        ``client`` names the calling process; what it holds is released when it falls silent (:meth:`renew`).
+        ``client`` names the calling process; what it holds is released when it falls silent (:meth:`renew`). It makes
+        one such call at a time. ``version``: that of the servers that it knows.
 
         Raises:
             RouterLost: this router was started again in the middle of a run.
-            NoReplicaError: there is no replica left.
-            LeaseExpired: the client was taken for dead; one that lives asks again.
         """
-        if not self._configured:
+        if not self._configured and any(isinstance(event, Ask) for event in events):
             raise RouterLost(RESTARTED)
-        server_id, reason = await self._shell.acquire(request, client)
-        return server_id, self._servers[server_id], reason
+        return self._answer(version, self._exchange.apply(client, events))
+
+    async def collect(self, client: str, version: int) -> Answer:
+        """Wait until turns of the client that were held may start, or never will; see :meth:`exchange`."""
+        return self._answer(version, await self._exchange.collect(client))
 
     def renew(self, client: str) -> None:
         """The client process lives."""
@@ -100,14 +107,6 @@ class Router:
         """The client process is gone: its turns and trajectories end. Returns how many turns that were."""
         return len(self._shell.release_client(client))
 
-    def release_turn(self, key: str, result: TurnResult | None) -> None:
-        """The turn is over; None when it was cancelled. A second release of one turn is ignored."""
-        self._shell.release(key, result)
-
-    def finish_trajectory(self, trajectory: TrajectoryId) -> None:
-        """No further turn of this trajectory will come."""
-        self._shell.finish(trajectory)
-
     def weights_updated(self, step: int) -> None:
         """All replicas hold the weights of ``step``; what they had cached is gone."""
         self._shell.weights_updated(step)
@@ -115,6 +114,7 @@ class Router:
     def lose_server(self, server_id: str, reason: str) -> None:
         """A replica is dead: forget it, and let the scheduler place its turns again when their clients ask."""
         self._servers.pop(server_id, None)
+        self._version += 1
         self._infos.pop(server_id, None)
         lost = self._shell.lose(server_id, reason)
         logger.error("replica %s is lost (%s); %d turns must run elsewhere", server_id, reason, len(lost))
@@ -135,10 +135,6 @@ class Router:
         """Tokens in a KV block, for the clients' hashes; 0 where replicas differ or did not say."""
         sizes = {info.block_size for info in self._infos.values()}
         return sizes.pop() if len(sizes) == 1 else 0
-
-    def get_server_handles(self) -> dict[str, Any]:
-        """Handles by id of the servers that can draft; for the feed."""
-        return {i: handle for i, handle in self._servers.items() if self._infos[i].can_draft}
 
     def take_step_stats(self, validate: bool) -> dict[str, float]:
         """``sched/...`` values since the last call, training and validation apart."""
@@ -202,7 +198,7 @@ class Router:
         keys.remove(key)
         if not keys:
             del self._by_request[request_id or ""]
-        self.release_turn(key, TurnResult())
+        self._shell.release(key, TurnResult())
 
     def require_acquire_fields(self) -> list[str]:
         return ["prompt_ids"]
@@ -211,6 +207,7 @@ class Router:
         return ["request_id"]
 
     def add_servers(self, servers: Mapping[str, Any]) -> None:
+        self._version += 1
         for server_id, handle in servers.items():
             self._servers[server_id] = handle
             self._shell.add(self._infos.setdefault(server_id, _replica_info(server_id, {})))
@@ -241,6 +238,18 @@ class Router:
         self._shell.weights_updated(-1)
         return {"cleared_entries": 0, "server_loads": self._shell.running()}
 
+    # ------------------------------------------------------------------ inside
+
+    def _use(self, scheduler: GlobalScheduler) -> None:
+        self._shell = SchedulerShell(scheduler)
+        self._exchange = Exchange(self._shell)
+
+    def _answer(self, version: int, grants: list[Grant]) -> Answer:
+        if version == self._version:
+            return Answer(version, None, grants)
+        servers = {i: Server(handle, self._infos[i].can_draft) for i, handle in self._servers.items()}
+        return Answer(self._version, servers, grants)
+
 
 def _replica_info(server_id: str, info: Mapping[str, Any]) -> ReplicaInfo:
     return ReplicaInfo(
@@ -262,6 +271,6 @@ def _log_decisions() -> None:
         decisions.propagate = False
 
 
-@ray.remote(num_cpus=0, max_concurrency=MAX_WAITING)
+@ray.remote(num_cpus=0, max_concurrency=MAX_CALLS)
 class WarRouter(Router):
     """:class:`Router` as a Ray actor. One async method makes Ray run all of them on one event loop."""
