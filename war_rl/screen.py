@@ -115,7 +115,7 @@ def printed_above(screen: Screen, terminal: TextIO) -> Iterator[None]:
         if handler.stream is originals[name]
     ]
     for handler, _, stand in moved:
-        handler.setStream(stand)  # type: ignore[arg-type]
+        handler.setStream(stand)
     try:
         yield
     finally:

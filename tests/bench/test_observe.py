@@ -100,7 +100,16 @@ def test_the_run_answers_as_agent_loop_workers_do() -> None:
     players = Players(client, state)
     (progress,) = players.war_call("war_progress", timeout=1.0)
     # Nine turns of 20, 21 and 20 tokens, three of each.
-    assert progress == {"finished": 2, "failed": 1, "running": 1, "generated_tokens": 183, "errors": []}
+    assert progress == {
+        "finished": 2,
+        "failed": 1,
+        "running": 1,
+        "turns": 9,
+        "generated_tokens": 183,
+        "prompt_tokens": 1800,
+        "cached_tokens": 810,
+        "errors": [],
+    }
     assert players.war_call("war_feed_counters") == [{"feed_items": 3.0}]
     assert [len(part) for part in players.war_call("war_take_records", False)] == [2]
     assert players.war_call("war_take_records", False) == [[]]

@@ -37,12 +37,14 @@ def test_a_training_shows_its_progress_and_its_router_can_be_scraped(tmp_path: P
     with urllib.request.urlopen(address.group(), timeout=10.0) as answer:
         page = answer.read().decode()
     assert "war_sched_finished_trajectories_total 16.0" in page
-    assert run.end(600.0) == 0, run.raw[-5000:]
+    code = run.end(600.0)
+    (tmp_path / "terminal.txt").write_text(run.raw)
+    assert code == 0, run.raw[-5000:]
     # The display was there, and has gone; nobody printed plain lines beside it.
     assert re.search(r"\[war-rl\].{0,20} step [12] .*/16 trajectories", run.raw)
     assert not re.search(r"\[war-rl\] step \d+: \d+/\d+ trajectories", run.raw)
     screen = "\n".join(run.screen().lines)
-    assert "step 2 done" in screen and "starting engines" not in screen and "trajectories, " not in screen
+    assert "step 2 done" in screen and "starting engines" not in screen and "/16 trajectories" not in screen
     assert run.screen().modes == [] and not (tmp_path / "run" / "progress.json").exists()
     (job,) = (job for job in yaml.safe_load(scrape.read_text())["scrape_configs"] if job["job_name"] == "rollout")
     ((engine, other, router),) = (part["targets"] for part in job["static_configs"])

@@ -101,7 +101,7 @@ class OnTerminal:
         self.raw += text
         # A control sequence may be cut in two.
         whole = self._rest + text
-        cut = re.search(r"([[0-9;?]*)?Z", whole)
+        cut = re.search(r"\x1b(\[[0-9;?]*)?\Z", whole)
         self._rest = cut.group() if cut else ""
         self._terminal.write(whole[: len(whole) - len(self._rest)])
         return bool(data)

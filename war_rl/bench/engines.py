@@ -273,4 +273,3 @@ def _sample(t: float, name: str, page: Mapping[str, float], before: Mapping[str,
         cached_tokens=since("cached"),
         generated_tokens=since("generated"),
     )
-

@@ -86,4 +86,3 @@ def _tokens_per_second(replica: ReplicaState, members: float) -> float:
     """Of all that live there, as far as the engine runs them at once."""
     running = min(max(1.0, members), float(replica.slots))
     return running / max(1e-9, replica.rates.decode + replica.rates.interference * (running - 1.0))
-

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
 QUEUE_BOUNDS = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper ends of the buckets in which queue times are counted. Unit: seconds."""
 

@@ -142,7 +142,7 @@ def _queue(state: State) -> Metric:
 
 def names() -> set[str]:
     """Every series name that the collector can expose."""
-    plain = [name for name, *_ in (*GAUGES.values(), *REPLICA_GAUGES.values())] + [POLICY]
+    plain = [*(name for name, _ in GAUGES.values()), *(name for name, _, _ in REPLICA_GAUGES.values()), POLICY]
     counted = [f"{name}_total" for name in (*(name for name, _ in COUNTERS.values()), PLACEMENTS)]
     return {PREFIX + name for name in (*plain, *counted, *(f"{QUEUE}_{part}" for part in ("bucket", "count", "sum")))}
 
