@@ -211,3 +211,25 @@ def test_registry_names_are_unique_and_unknown_names_are_found() -> None:
     assert len(names) == len(set(names))
     assert undocumented(["war/rollout/secondz", "war_val/sched/new_thing", "actor/lr"]) == ["war/rollout/secondz"]
     assert "war_val/rollout/turns" in missing(["war/rollout/turns"], validate=True)
+
+
+def test_only_what_is_wanted_of_a_page_is_parsed() -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    seconds = prometheus.Histogram("vllm:request_queue_time_seconds", "vllm: bucket", ["engine"], registry=registry)
+    odd = prometheus.Counter("vllm:generation_tokens", "two\nlines", ["model_name"], registry=registry)
+    seconds.labels("0").observe(0.25)
+    seconds.labels("1").observe(2.0)
+    odd.labels('a "vllm:x_bucket{}"\nmodel').inc(7)
+    page = prometheus.generate_latest(registry).decode()
+    assert parse_prometheus(page) == {"request_queue_time_seconds": 2.25, "generation_tokens": 7.0}
+
+
+def test_every_server_is_asked_and_an_error_comes_out() -> None:
+    from war_rl.engine_page import ask_all
+
+    servers = [f"s{i}" for i in range(40)]
+    assert ask_all(servers, len) == {server: len(server) for server in servers}
+    assert ask_all([], len) == {}
+    with pytest.raises(KeyError):
+        ask_all(servers, {"s0": 1}.__getitem__)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica's ``/metrics`` page: the few of vLLM's values that are looked at again and again while a rollout goes on.
 
-A full parse of the page (:func:`war_rl.metrics.parse_prometheus`) takes longer than a decode step of a small model.
+A parse of the page that understands it (:func:`war_rl.metrics.parse_prometheus`) takes several times as long.
 """
 
 from __future__ import annotations
 
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 GAUGES = {
     "vllm:num_requests_running": "running",
@@ -50,3 +52,21 @@ def read_gauges(server_id: str, timeout_s: float = 10.0) -> dict[str, float]:
     # verl binds this port; the address is the one it registered itself under.
     with urllib.request.urlopen(f"http://{server_id}/metrics", timeout=timeout_s) as response:
         return parse_gauges(response.read().decode())
+
+
+AT_ONCE = 16
+"""Most replicas that are asked at the same time."""
+
+T = TypeVar("T")
+
+
+def ask_all(servers: Sequence[str], ask: Callable[[str], T]) -> dict[str, T]:
+    """``ask`` of every server, several at once: one after another, a cluster's pages would take seconds.
+
+    Raises:
+        Exception: what ``ask`` raised first.
+    """
+    if not servers:
+        return {}
+    with ThreadPoolExecutor(min(AT_ONCE, len(servers)), thread_name_prefix="war-pages") as pool:
+        return dict(zip(servers, pool.map(ask, servers), strict=True))

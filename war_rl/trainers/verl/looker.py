@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from war_rl.engine_page import read_gauges
+from war_rl.engine_page import ask_all, read_gauges
 from war_rl.metrics import add_up
 from war_rl.progress import Progress
 
@@ -121,7 +121,7 @@ class Looker:
     def _acceptance(self) -> tuple[float, float] | None:
         """Accepted over draft tokens, and tokens per verify step, since the rollout began; None without drafts."""
         try:
-            pages = {server: read_gauges(server, _HTTP_TIMEOUT_S) for server in self._servers}
+            pages = ask_all(self._servers, lambda server: read_gauges(server, _HTTP_TIMEOUT_S))
         except (OSError, ValueError):
             return self._drafted
         total = add_up(pages.values())

@@ -18,6 +18,7 @@ import ray
 from war_rl.analysis import prefill_seconds_per_token, slowest
 from war_rl.board import BETWEEN, ROLLOUT, Board, Post
 from war_rl.config import WarConfig
+from war_rl.engine_page import ask_all
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
 from war_rl.progress import Progress, ProgressLine
 from war_rl.trace import StepTrace, TraceWriter
@@ -199,7 +200,7 @@ class RolloutObserver:
     # ------------------------------------------------------------------ reading
 
     def _read_engines(self) -> dict[str, dict[str, float]]:
-        return {server_id: _read_metrics(server_id) for server_id in self._servers}
+        return ask_all(list(self._servers), _read_metrics)
 
     def _read_drafters(self) -> dict[str, dict[str, float]]:
         if not self._is_war:
