@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loops of the end-to-end runs: the game loop for a model that writes noise, and one that fails on purpose."""
+"""Agent loops of the end-to-end runs: the game loop for a model that writes noise, and variants with one peculiarity."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import itertools
 import time
-from typing import Any
+from typing import Any, ClassVar
 
+from tests.support.reward import share_of_vowels
 from war_rl.trainers.verl.context import CURRENT_EPISODE
 from war_rl.trainers.verl.textarena_loop import TextArenaAgentLoop
 
@@ -16,10 +18,55 @@ from war_rl.trainers.verl.textarena_loop import TextArenaAgentLoop
 class GuessingLoop(TextArenaAgentLoop):
     """Reads any text as a valid guess, so that a random model's games last several turns."""
 
+    def guess(self, text: str) -> int:
+        return len(text) % 20 + 1
+
     async def _in_time(self, game: Any, what: str, call: Any) -> Any:
         if what == "step":
-            call = functools.partial(game.step, f"[{len(call.args[0]) % 20 + 1}]")
+            call = functools.partial(game.step, f"[{self.guess(call.args[0])}]")
         return await super()._in_time(game, what, call)
+
+
+class SessionLoop(GuessingLoop):
+    """Sampled greedily, siblings would all be alike: here each hears the game answer another guess.
+
+    The reward is the share of vowels in what the model wrote, which tells siblings apart where the game's would not.
+    """
+
+    session = 0
+
+    def guess(self, text: str) -> int:
+        return (len(text) + 5 * self.session) % 20 + 1
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        self.session = int(kwargs["session_id"])
+        output = await super().run(sampling_params, **kwargs)
+        pairs = zip(output.response_ids, output.response_mask, strict=True)
+        tokenizer: Any = self.tokenizer
+        text = tokenizer.decode([token for token, mine in pairs if mine], skip_special_tokens=True)
+        output.reward_score = share_of_vowels(text)
+        return output
+
+
+class LateLoop(GuessingLoop):
+    """The first trajectory of step 2 also asks for a turn in the name of one of step 1, as a background task would."""
+
+    of_step_1: ClassVar[contextvars.Context | None] = None
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        if kwargs["global_steps"] == 1 and LateLoop.of_step_1 is None:
+            LateLoop.of_step_1 = contextvars.copy_context()
+        elif kwargs["global_steps"] == 2 and LateLoop.of_step_1 is not None:
+            context, LateLoop.of_step_1 = LateLoop.of_step_1, None
+            late = self.server_manager.generate("late", prompt_ids=[10] * 20, sampling_params={"max_tokens": 4})
+            task = context.run(asyncio.ensure_future, late)
+            try:
+                await task
+            except Exception as error:
+                print(f"late turn: {type(error).__mro__} {error}", flush=True)
+            else:
+                print("late turn: answered", flush=True)
+        return await super().run(sampling_params, **kwargs)
 
 
 FAULTS = ("raises", "hangs", "never ends", "overflows")

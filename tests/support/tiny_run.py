@@ -44,6 +44,20 @@ def stock_loop_validation(folder: Path) -> list[str]:
     ]
 
 
+def greedy_rows(folder: Path) -> Path:
+    """Training rows that ask verl for greedy sampling, each by its column ``__do_sample__``.
+
+    ``rollout.temperature`` stays 1, by which verl also divides the actor's logits.
+    """
+    import pandas
+
+    rows = pandas.read_parquet(prepare_data(folder / "data", "GuessTheNumber-v0", 16, 4, 0)[0])
+    rows["__do_sample__"] = False
+    path = folder / "data" / "train_greedy.parquet"
+    rows.to_parquet(path)
+    return path
+
+
 def tiny_overrides(folder: Path, *extra: str) -> list[str]:
     """Hydra overrides for a two-step GRPO run whose every file lies below ``folder``."""
     model = tiny_model()
