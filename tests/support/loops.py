@@ -9,6 +9,9 @@ import functools
 import itertools
 import time
 from typing import Any, ClassVar
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from tests.support.reward import share_of_vowels
 from war_rl.trainers.verl.context import CURRENT_EPISODE
@@ -97,3 +100,30 @@ class FaultyLoop(GuessingLoop):
         if self.fault == "hangs" and what == "step":
             return await TextArenaAgentLoop._in_time(self, game, what, lambda: time.sleep(3600))
         return await super()._in_time(game, what, call)
+
+
+class TwoOutputsLoop(AgentLoopBase):
+    """Two turns, each with a request id and a history of its own, and a sample for each of them."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        outputs: list[AgentLoopOutput] = []
+        for _ in range(2):
+            output = await self.server_manager.generate(
+                request_id=uuid4().hex, prompt_ids=prompt, sampling_params={**sampling_params, "max_tokens": 16}
+            )
+            outputs.append(
+                AgentLoopOutput(
+                    prompt_ids=prompt,
+                    response_ids=output.token_ids,
+                    response_mask=[1] * len(output.token_ids),
+                    response_logprobs=output.log_probs,
+                    multi_modal_data={},
+                    num_turns=2,
+                    metrics=AgentLoopMetrics(),
+                    extra_fields={**output.extra_fields, "turn_scores": [], "tool_rewards": []},
+                )
+            )
+            # A summary of its own making instead of what was said before.
+            prompt = [*prompt[:8], *output.token_ids, *prompt[8:]]
+        return outputs

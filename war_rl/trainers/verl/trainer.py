@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from war_rl import wandb_run
+from war_rl import wandb_mode, wandb_run
 from war_rl.alarms import Alarms, Situation
 from war_rl.config import to_dict
 from war_rl.progress import MARK, step_line
@@ -45,6 +45,9 @@ class WarTrainerSync(PPOTrainerSync):
         with open_dict(config):
             # Anything but "sync" makes verl use its asynchronous replay buffer, dispatch and checkpointing.
             config.trainer.v1.trainer_mode = "sync"
+        if "wandb" in config.trainer.logger:
+            # `war-rl train` has decided by now; verl's own entry point has not.
+            wandb_mode.from_process(config.trainer.default_local_dir)
         super().__init__(config)
         self._observer: RolloutObserver | None = None
         self._rollout_metrics: dict[str, float] = {}
