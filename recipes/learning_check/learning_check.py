@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does training at temperature 1 learn the same with ``trainer.rollout=war`` as with ``=vllm``?
 
-``recipes/learning_check/run.sh [--steps N] [--seeds 0,1,2]`` trains the tests' tiny model on an easy task, several seeds
-under each rollout, compares the rewards of the last third of the steps by a permutation test, and draws the curves.
-What is done already is not done again.
+``recipes/learning_check/run.sh [--steps N] [--seeds 0,1,2]`` trains the tests' tiny model on an easy task, several
+seeds under each rollout, compares the rewards of the last third of the steps by a permutation test, and draws the
+curves. What is done already is not done again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def vowel_rows(folder: Path) -> Path:
     """64 prompts; what they say does not matter."""
     import pandas
 
-    words = "you are playing a game guess the number between one and twenty higher lower".split()
+    words = ("you", "are", "playing", "a", "game", "guess", "the", "number", "between", "one")
     rows = [
         {
             "data_source": "vowels",

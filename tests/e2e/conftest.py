@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three real training runs, shared by the tests that look at them; engines and trainers take a minute to start.
 
-- ``grpo_war``: a validation with verl's own agent loop, then two GRPO steps with the WAR worker group; in the second one
-  a turn comes too late.
+- ``grpo_war``: a validation with verl's own agent loop, then two GRPO steps with the WAR worker group; in the second
+  one a turn comes too late.
 - ``ppo_war``: PPO with a critic; some of its agent loops fail in every way they can; Ctrl-C in the second step.
 - ``grpo_vllm``: GRPO with verl's stock rollout; an engine is killed in the second step.
 """

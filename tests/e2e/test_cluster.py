@@ -40,8 +40,9 @@ class Cluster:
         command += ["--node-ip-address=127.0.0.1", f"--port={self.address.partition(':')[2]}"]
         command += [f"--temp-dir={self._folder}", "--num-cpus=16", "--num-gpus=2"]
         command += ["--include-dashboard=false", "--disable-usage-stats", *(f"{name}={free_port()}" for name in ports)]
-        self._log = Path(self._folder, "start.log").open("w+")
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        self._log = Path(self._folder, "start.log")
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def wait(self) -> None:
         until = time.monotonic() + START_S
@@ -50,7 +51,7 @@ class Cluster:
             time.sleep(0.2)
 
     def log(self) -> str:
-        return Path(self._log.name).read_text()
+        return self._log.read_text()
 
     def stop(self) -> None:
         """Only this cluster: the processes that this one started, by their ids."""
@@ -64,7 +65,6 @@ class Cluster:
             process.kill()
         psutil.wait_procs(alive, timeout=10)
         self.process.wait()
-        self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

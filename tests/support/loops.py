@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loops of the end-to-end runs: the game loop for a model that writes noise, and variants with one peculiarity."""
+"""Agent loops of the end-to-end runs: the game loop for a model that writes noise, and some with a peculiarity."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import contextvars
 import functools
 import itertools
+import random
 import time
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -14,6 +15,7 @@ from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from tests.support.reward import share_of_vowels
+from tests.support.tiny_model import WORDS
 from war_rl.trainers.verl.context import CURRENT_EPISODE
 from war_rl.trainers.verl.textarena_loop import TextArenaAgentLoop
 
@@ -21,34 +23,33 @@ from war_rl.trainers.verl.textarena_loop import TextArenaAgentLoop
 class GuessingLoop(TextArenaAgentLoop):
     """Reads any text as a valid guess, so that a random model's games last several turns."""
 
-    def guess(self, text: str) -> int:
-        return len(text) % 20 + 1
-
     async def _in_time(self, game: Any, what: str, call: Any) -> Any:
         if what == "step":
-            call = functools.partial(game.step, f"[{self.guess(call.args[0])}]")
+            call = functools.partial(game.step, f"[{len(call.args[0]) % 20 + 1}]")
         return await super()._in_time(game, what, call)
 
 
 class SessionLoop(GuessingLoop):
-    """Sampled greedily, siblings would all be alike: here each hears the game answer another guess.
+    """Sampled greedily, siblings would all be alike: here the game says something else to each of them.
 
     The reward is the share of vowels in what the model wrote, which tells siblings apart where the game's would not.
     """
 
-    session = 0
-
-    def guess(self, text: str) -> int:
-        return (len(text) + 5 * self.session) % 20 + 1
+    name = ""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        self.session = int(kwargs["session_id"])
+        self.name = f"{kwargs['index']}/{kwargs['session_id']}"
         output = await super().run(sampling_params, **kwargs)
         pairs = zip(output.response_ids, output.response_mask, strict=True)
         tokenizer: Any = self.tokenizer
         text = tokenizer.decode([token for token, mine in pairs if mine], skip_special_tokens=True)
         output.reward_score = share_of_vowels(text)
         return output
+
+    async def _observe(self, episode: Any, action: str, observation: str) -> bool:
+        draw = random.Random(f"{self.name}/{episode.turns}")
+        words = " ".join(draw.choice(WORDS.split()) for _ in range(12))
+        return await super()._observe(episode, action, f"{observation} {words}")
 
 
 class LateLoop(GuessingLoop):

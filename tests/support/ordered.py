@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replay buffer for tests that compare two runs: batches in an order that both share, and a record of what is trained.
+"""A replay buffer for tests that compare two runs: batches in an order that both share, and a record of them.
 
 What stands in the way of comparing: verl's batch is in the order in which trajectories were finished (the order of
 TransferQueue's keys), under keys that begin with a fresh random uid. Everything after it follows that order: which rows
@@ -39,7 +39,7 @@ class RecordingReplayBuffer(ReplayBuffer):
 
     def _record(self, step: int, batch: Any) -> None:
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
-        index = data["index"].tolist()
+        index = list(data["index"])
         columns = {name: [row.tolist() for row in data[name].unbind(0)] for name in FIELDS[1:]}
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / f"{step}.jsonl").open("w") as file:
@@ -59,7 +59,7 @@ class OrderedReplayBuffer(RecordingReplayBuffer):
     def _materialize_batch(self, partition_id: str, *args: Any) -> Any:
         batch = super()._materialize_batch(partition_id, *args)
         data = tq.kv_batch_get(keys=batch.keys, partition_id=partition_id, select_fields=["index"])
-        index = data["index"].tolist()
+        index = list(data["index"])
         batch.reorder(sorted(range(len(batch)), key=lambda i: (index[i], session_of(batch.keys[i]))))
         return batch
 
@@ -68,4 +68,3 @@ def session_of(key: str) -> list[int]:
     """Session and output number out of verl's key ``{uid}_{session}_{output}``."""
     _, session, output = key.rsplit("_", 2)
     return [int(session), int(output)]
-

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny model, taught by heart to call a tool: it really writes the calls that verl's tool agent parses.
 
-It sees sixteen conversations again and again: a question, two calls of ``add``, each answered, and a last word. That
+It sees eight conversations again and again: a question, two calls of ``add``, each answered, and a last word. That
 takes about a minute once; the model then stays in the user's cache.
 """
 
@@ -15,8 +15,9 @@ from typing import Any
 
 from tests.support.tiny_model import tiny_model_dir
 
-ROWS = 16
-STEPS = 500
+ROWS = 8
+STEPS, ENOUGH = 500, 0.005
+"""It is taught until its loss falls below the second, at most so many steps."""
 SYSTEM = "Add the numbers, then double the sum. Use the tool."
 
 
@@ -83,7 +84,10 @@ def _teach(folder: Path) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert loss.item() < 0.02, f"the tiny model has not learnt its conversations: loss {loss.item():.3f}"
+        if loss.item() < ENOUGH:
+            break
+    else:
+        raise AssertionError(f"the tiny model has not learnt its conversations: loss {loss.item():.3f}")
     model.save_pretrained(folder)
 
 

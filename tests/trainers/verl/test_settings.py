@@ -29,6 +29,10 @@ WAR_ONLY = [
     ([f"{ROLLOUT}.enable_prefix_caching=False"], ["enable_prefix_caching", "leave it True"]),
     (["actor_rollout_ref.model.mtp.enable_rollout=True"], ["mtp.enable_rollout", "war.spec.policy=off"]),
     (
+        [f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config={{method:suffix,num_speculative_tokens:4}}"],
+        ["speculative_config", "war.spec.policy=off"],
+    ),
+    (
         ["reward.reward_model.enable=True", "reward.reward_model.rollout.name=war"],
         ["reward.reward_model.rollout.name=war", "set it to vllm"],
     ),
@@ -106,7 +110,7 @@ def test_the_stock_rollout_is_left_to_verls_own_checks(overrides):
 
 def test_full_determinism_is_refused_on_gpus_too(monkeypatch):
     monkeypatch.setenv("WAR_PLATFORM", "gpu")
-    with pytest.raises(ConfigError, match="use trainer.rollout=vllm"):
+    with pytest.raises(ConfigError, match=r"use trainer\.rollout=vllm"):
         settings.check(config(f"{ROLLOUT}.full_determinism=True"))
     settings.check(config(f"{ROLLOUT}.full_determinism=True", "trainer.rollout=vllm"))
 

@@ -87,9 +87,7 @@ def _other_router(config: Any, war: WarConfig) -> str:
 def _disaggregation(config: Any, war: WarConfig) -> str:
     if not config.actor_rollout_ref.rollout.disaggregation.enabled:
         return ""
-    return (
-        f"{ROLLOUT}.disaggregation.enabled=True is not supported by trainer.rollout=war; use trainer.rollout=vllm"
-    )
+    return f"{ROLLOUT}.disaggregation.enabled=True is not supported by trainer.rollout=war; use trainer.rollout=vllm"
 
 
 def _pipeline_parallel(config: Any, war: WarConfig) -> str:
@@ -151,6 +149,16 @@ def _mtp(config: Any, war: WarConfig) -> str:
     )
 
 
+def _own_drafts(config: Any, war: WarConfig) -> str:
+    engine = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+    if not war.spec.drafts_on(0) or not engine.get("speculative_config"):
+        return ""
+    return (
+        f"{ROLLOUT}.engine_kwargs.vllm.speculative_config is set, and so is drafting by War-RL: remove it, or set "
+        "war.spec.policy=off to keep it"
+    )
+
+
 def _lora_rank(config: Any, war: WarConfig) -> str:
     """verl checks this for a rollout of the name vllm only."""
     model = config.actor_rollout_ref.model
@@ -190,6 +198,7 @@ WAR_ONLY: tuple[Rule, ...] = (
     _no_prefix_cache,
     _engine_priority,
     _mtp,
+    _own_drafts,
     _lora_rank,
     _named_war,
 )

@@ -96,7 +96,7 @@ class WarHttpServer(vLLMHttpServer):
         return [] if eos is None else [int(eos)]
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        request_id = kwargs["request_id"]
+        request_id = str(kwargs.get("request_id", ""))
         if self._war.scheduler.engine_priority:
             # How far trajectories are, which the request id tells, replaces what an agent loop may have asked for.
             kwargs["priority"] = engine_priority(request_id)
