@@ -29,6 +29,9 @@ def recorded(script: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_a_recipe_composes_and_is_accepted(script, tmp_path, monkeypatch):
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
     from war_rl.trainers.verl import settings
     from war_rl.trainers.verl.main_ppo import DEFAULT_CONFIG, compose
 
@@ -41,6 +44,9 @@ def test_a_recipe_composes_and_is_accepted(script, tmp_path, monkeypatch):
     config = compose(arguments, name)
     settings.check(config)
     assert config.actor_rollout_ref.rollout.name == "war"
+    # verl's own checks, as its main program makes them.
+    critic, reference = need_critic(config), need_reference_policy(config)
+    validate_config(config=config, use_reference_policy=reference, use_critic=critic)
 
 
 @pytest.mark.parametrize("script", sorted(ROOT.glob("recipes/*/*.sh")), ids=lambda p: f"{p.parent.name}/{p.name}")
@@ -50,4 +56,4 @@ def test_a_script_parses_and_may_be_run(script):
 
 
 def test_there_are_recipes():
-    assert len(SCRIPTS) >= 2
+    assert len(SCRIPTS) >= 3

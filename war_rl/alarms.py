@@ -165,6 +165,7 @@ FALLBACKS: tuple[tuple[str, str], ...] = (
     ("war/spec/feed_dropped_tokens", "tokens of text were dropped from a full feed"),
     ("war/sched/lost_turns", "turns lost their replica and ran again elsewhere"),
     ("war/cache/unreported_turns", "turns came back without a cached-token count"),
+    ("war/sync/late_turns", "turns were asked for outside of their step, and refused"),
 )
 """Counters of what went another way than it should, and how that is said."""
 

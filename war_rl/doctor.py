@@ -97,6 +97,8 @@ SEAMS: tuple[Seam, ...] = (
     Seam("verl.workers.rollout.router", "_create_plugin_extension", "router plugin"),
     Seam(_VLLM_SERVER, "vLLMHttpServer._preprocess_engine_kwargs", "engine arguments"),
     Seam(_VLLM_SERVER, "vLLMHttpServer._get_worker_extension_cls", "worker extension"),
+    Seam(_VLLM_SERVER, "vLLMHttpServer.set_global_steps", "version of the weights on a replica"),
+    Seam("vllm.v1.engine.async_llm", "AsyncLLM.reset_prefix_cache", "empty caches after a weight update"),
     Seam("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "drafting proposer"),
     Seam("vllm.config.vllm", "VllmConfig.additional_config", "proposer settings"),
 )

@@ -525,6 +525,15 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("sync/weight_sum", "1", "sum of the probed weights as the engines hold them; a fingerprint", always=False),
     Metric(
+        "sync/late_turns",
+        "turns",
+        "turns refused because the replica's weights were not those of their trajectory's step (WAR worker group only)",
+        "0",
+        "an agent loop asks for turns after its trajectory has ended (a background task); each got an error, none was "
+        "trained on",
+        always=False,
+    ),
+    Metric(
         "router/retries",
         "requests",
         "requests that lost their engine and were placed again (slime only, as all of router/ and corpus/)",

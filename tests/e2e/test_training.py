@@ -102,6 +102,37 @@ def test_both_replicas_hold_the_trained_weights(grpo_war):
     assert metrics["war/sync/weight_sum"] == pytest.approx(trained, rel=1e-7)
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_every_sample_comes_from_the_weights_of_its_step(grpo_war, step):
+    """verl's own measure, from the least and greatest version in each sample's tags."""
+    metrics = grpo_war.step(step)
+    for name in ("trajectory_staleness", "trajectory_staleness_worst"):
+        assert metrics[f"training/off_policy/{name}/min"] == metrics[f"training/off_policy/{name}/max"] == 0
+    assert metrics["training/off_policy/trajectory_spans/max"] == 1
+
+
+def test_a_turn_in_the_name_of_a_step_that_is_over_is_refused_and_counted(grpo_war):
+    assert [grpo_war.step(s)["war/sync/late_turns"] for s in STEPS] == [0, 1]
+    assert "WrongVersion" in next(line for line in grpo_war.output.splitlines() if "late turn:" in line)
+    assert "late turn: answered" not in grpo_war.output
+
+
+def test_nothing_computed_with_old_weights_is_found_again(grpo_war):
+    """All prompts begin with the same rules, so only a first turn on an empty cache computes every token of its own."""
+    first, second = (cached_of_first_turns(grpo_war, step) for step in STEPS)
+    assert max(min(cached) for cached in first.values()) > 0, "the validation before, by the same weights, left nothing"
+    assert all(min(cached) == 0 for cached in second.values())
+
+
+def cached_of_first_turns(run, step):
+    """By replica, the prompt tokens that each trajectory's first turn found in the cache."""
+    from war_rl.trace import read
+
+    trace = next(t for t in read(run.folder / "run") if t.step == step and not t.validate)
+    turns = [record.turns[0] for record in trace.records]
+    return {r: [t.cached_tokens for t in turns if t.replica == r] for r in trace.replicas}
+
+
 def test_ppo_with_a_critic(ppo_war):
     metrics = ppo_war.step(1)
     assert math.isfinite(metrics["critic/vf_loss"])

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loops of the end-to-end runs: the game loop for a model that writes noise, and one that fails on purpose."""
+"""Agent loops of the end-to-end runs: the game loop for a model that writes noise, and some with a peculiarity."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import itertools
+import random
 import time
-from typing import Any
+from typing import Any, ClassVar
+from uuid import uuid4
 
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+from tests.support.reward import share_of_vowels
+from tests.support.tiny_model import WORDS
 from war_rl.trainers.verl.context import CURRENT_EPISODE
 from war_rl.trainers.verl.textarena_loop import TextArenaAgentLoop
 
@@ -20,6 +27,50 @@ class GuessingLoop(TextArenaAgentLoop):
         if what == "step":
             call = functools.partial(game.step, f"[{len(call.args[0]) % 20 + 1}]")
         return await super()._in_time(game, what, call)
+
+
+class SessionLoop(GuessingLoop):
+    """Sampled greedily, siblings would all be alike: here the game says something else to each of them.
+
+    The reward is the share of vowels in what the model wrote, which tells siblings apart where the game's would not.
+    """
+
+    name = ""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        self.name = f"{kwargs['index']}/{kwargs['session_id']}"
+        output = await super().run(sampling_params, **kwargs)
+        pairs = zip(output.response_ids, output.response_mask, strict=True)
+        tokenizer: Any = self.tokenizer
+        text = tokenizer.decode([token for token, mine in pairs if mine], skip_special_tokens=True)
+        output.reward_score = share_of_vowels(text)
+        return output
+
+    async def _observe(self, episode: Any, action: str, observation: str) -> bool:
+        draw = random.Random(f"{self.name}/{episode.turns}")
+        words = " ".join(draw.choice(WORDS.split()) for _ in range(12))
+        return await super()._observe(episode, action, f"{observation} {words}")
+
+
+class LateLoop(GuessingLoop):
+    """The first trajectory of step 2 also asks for a turn in the name of one of step 1, as a background task would."""
+
+    of_step_1: ClassVar[contextvars.Context | None] = None
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        if kwargs["global_steps"] == 1 and LateLoop.of_step_1 is None:
+            LateLoop.of_step_1 = contextvars.copy_context()
+        elif kwargs["global_steps"] == 2 and LateLoop.of_step_1 is not None:
+            context, LateLoop.of_step_1 = LateLoop.of_step_1, None
+            late = self.server_manager.generate("late", prompt_ids=[10] * 20, sampling_params={"max_tokens": 4})
+            task = context.run(asyncio.ensure_future, late)
+            try:
+                await task
+            except Exception as error:
+                print(f"late turn: {type(error).__mro__} {error}", flush=True)
+            else:
+                print("late turn: answered", flush=True)
+        return await super().run(sampling_params, **kwargs)
 
 
 FAULTS = ("raises", "hangs", "never ends", "overflows")
@@ -50,3 +101,30 @@ class FaultyLoop(GuessingLoop):
         if self.fault == "hangs" and what == "step":
             return await TextArenaAgentLoop._in_time(self, game, what, lambda: time.sleep(3600))
         return await super()._in_time(game, what, call)
+
+
+class TwoOutputsLoop(AgentLoopBase):
+    """Two turns, each with a request id and a history of its own, and a sample for each of them."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        outputs: list[AgentLoopOutput] = []
+        for _ in range(2):
+            output = await self.server_manager.generate(
+                request_id=uuid4().hex, prompt_ids=prompt, sampling_params={**sampling_params, "max_tokens": 16}
+            )
+            outputs.append(
+                AgentLoopOutput(
+                    prompt_ids=prompt,
+                    response_ids=output.token_ids,
+                    response_mask=[1] * len(output.token_ids),
+                    response_logprobs=output.log_probs,
+                    multi_modal_data={},
+                    num_turns=2,
+                    metrics=AgentLoopMetrics(),
+                    extra_fields={**output.extra_fields, "turn_scores": [], "tool_rewards": []},
+                )
+            )
+            # A summary of its own making instead of what was said before.
+            prompt = [*prompt[:8], *output.token_ids, *prompt[8:]]
+        return outputs

@@ -29,12 +29,12 @@ def tiny_model() -> Path:
     return sharp
 
 
-def stock_loop_validation(folder: Path) -> list[str]:
-    """Overrides that validate before training with verl's own single-turn agent loop and a reward function."""
+def stock_loop_validation(folder: Path, agent: str = "single_turn_agent") -> list[str]:
+    """Overrides that validate before training with an agent loop, by default verl's simplest, and a reward function."""
     import pandas
 
     rows = pandas.read_parquet(prepare_data(folder / "data", "GuessTheNumber-v0", 16, 4, 0)[1])
-    rows["agent_name"] = "single_turn_agent"
+    rows["agent_name"] = agent
     path = folder / "data" / "val_stock_loop.parquet"
     rows.to_parquet(path)
     return [
@@ -42,6 +42,20 @@ def stock_loop_validation(folder: Path) -> list[str]:
         f"reward.custom_reward_function.path={Path(__file__).with_name('reward.py')}",
         "trainer.val_before_train=True",
     ]
+
+
+def greedy_rows(folder: Path) -> Path:
+    """Training rows that ask verl for greedy sampling, each by its column ``__do_sample__``.
+
+    ``rollout.temperature`` stays 1, by which verl also divides the actor's logits.
+    """
+    import pandas
+
+    rows = pandas.read_parquet(prepare_data(folder / "data", "GuessTheNumber-v0", 16, 4, 0)[0])
+    rows["__do_sample__"] = False
+    path = folder / "data" / "train_greedy.parquet"
+    rows.to_parquet(path)
+    return path
 
 
 def tiny_overrides(folder: Path, *extra: str) -> list[str]:

@@ -4,19 +4,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from tests.support.remote import Remote
 from war_rl.config import SpecConfig
 from war_rl.trainers.verl.feed import FeedPublisher
 from war_rl.types import FeedItem, TrajectoryId, as_tokens, decode_feed
-
-
-class Remote:
-    """What Ray's ``handle.method`` looks like to the caller."""
-
-    def __init__(self, call):
-        self._call = call
-
-    def remote(self, *args):
-        return asyncio.ensure_future(self._call(*args))
 
 
 class Server:

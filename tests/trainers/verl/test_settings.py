@@ -21,6 +21,29 @@ def config(*overrides: str):
     return compose([*BASE, *overrides])
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+WAR_ONLY = [
+    ([f"{ROLLOUT}.disaggregation.enabled=True"], ["disaggregation.enabled", "trainer.rollout=vllm"]),
+    ([f"{ROLLOUT}.pipeline_model_parallel_size=2"], ["pipeline_model_parallel_size=2", "tensor_model_parallel_size"]),
+    ([f"{ROLLOUT}.data_parallel_size=2"], ["data_parallel_size=2", "more replicas"]),
+    ([f"{ROLLOUT}.enable_prefix_caching=False"], ["enable_prefix_caching", "leave it True"]),
+    (["actor_rollout_ref.model.mtp.enable_rollout=True"], ["mtp.enable_rollout", "war.spec.policy=off"]),
+    (
+        [f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config={{method:suffix,num_speculative_tokens:4}}"],
+        ["speculative_config", "war.spec.policy=off"],
+    ),
+    (
+        ["reward.reward_model.enable=True", "reward.reward_model.rollout.name=war"],
+        ["reward.reward_model.rollout.name=war", "set it to vllm"],
+    ),
+    (
+        ["distillation.enabled=True", "distillation.teacher_models.teacher_model.inference.name=war"],
+        ["teacher_model.inference.name=war", "set it to vllm"],
+    ),
+]
+"""Refused under the WAR worker group; the stock rollout is left to verl."""
+
+
 @pytest.mark.parametrize("rollout", settings.ROLLOUTS)
 def test_one_override_switches_the_rollout(rollout):
     c = config(f"trainer.rollout={rollout}")
@@ -65,6 +88,12 @@ def test_the_settings_reach_the_replicas_through_verls_extension_point():
         (["actor_rollout_ref.rollout.router_config_path=x.yaml"], ["router_config_path", "trainer.rollout=vllm"]),
         (["war.scheduler.engine_priority=True"], ["scheduling_policy='fcfs'", "set that to priority"]),
         (["actor_rollout_ref.rollout.full_determinism=True"], ["full_determinism", "leave it False"]),
+        (["actor_rollout_ref.rollout.disable_log_stats=True"], ["disable_log_stats", "leave it False"]),
+        (
+            ["actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ"],
+            ["agent_loop_manager_class", "WarAgentLoopManager", "agent_loop_config_path"],
+        ),
+        *WAR_ONLY,
     ],
 )
 def test_what_cannot_work_is_refused_by_name(overrides, words):
@@ -72,6 +101,31 @@ def test_what_cannot_work_is_refused_by_name(overrides, words):
         settings.check(config(*overrides))
     for word in words:
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("overrides", [overrides for overrides, _ in WAR_ONLY])
+def test_the_stock_rollout_is_left_to_verls_own_checks(overrides):
+    settings.check(config("trainer.rollout=vllm", *overrides))
+
+
+def test_full_determinism_is_refused_on_gpus_too(monkeypatch):
+    monkeypatch.setenv("WAR_PLATFORM", "gpu")
+    with pytest.raises(ConfigError, match=r"use trainer\.rollout=vllm"):
+        settings.check(config(f"{ROLLOUT}.full_determinism=True"))
+    settings.check(config(f"{ROLLOUT}.full_determinism=True", "trainer.rollout=vllm"))
+
+
+@pytest.mark.vllm
+def test_a_lora_rank_that_vllm_has_no_kernel_for_is_refused():
+    pytest.importorskip("vllm")
+    settings.check(config("actor_rollout_ref.model.lora_rank=16"))
+    with pytest.raises(ConfigError, match="lora_rank=100000"):
+        settings.check(config("actor_rollout_ref.model.lora_rank=100000"))
+    settings.check(config("actor_rollout_ref.model.lora_rank=100000", "actor_rollout_ref.model.lora.merge=True"))
+
+
+def test_a_manager_derived_from_ours_is_accepted():
+    settings.check(config(f"{ROLLOUT}.agent.agent_loop_manager_class=tests.support.managers.OwnManager"))
 
 
 @pytest.mark.parametrize("override", ["war.spec.polcy=off", "war.sepc.policy=off"])

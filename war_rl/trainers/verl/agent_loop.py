@@ -90,8 +90,9 @@ class WarAgentLoopWorker(_StockWorker):
         if episode is not None:
             outputs = output if isinstance(output, list) else [output]
             self._describe(episode, outputs)
-            for one in outputs:
-                announce_text(self.llm_client, episode, [*one.prompt_ids, *one.response_ids])
+            if outputs:
+                # Every turn was fed when it ended. Of several outputs, the last can go on from there.
+                announce_text(self.llm_client, episode, [*outputs[-1].prompt_ids, *outputs[-1].response_ids])
         await super()._agent_loop_postprocess(output, validate, **kwargs)
         if episode is not None and self._recorder is not None:
             self._recorder(episode.record, output if isinstance(output, list) else [output])

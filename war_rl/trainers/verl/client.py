@@ -7,6 +7,7 @@ by the same code. ``WarClient`` tells the router and the engine which trajectory
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from contextvars import ContextVar
@@ -89,6 +90,9 @@ class WarClient(MeasuredClient):
     """Announces each turn's trajectory to the router and in the engine's request id, and feeds finished text."""
 
     def __init__(self, config: Any, load_balancer_handle: Any = None, **kwargs: Any) -> None:
+        # verl passes a request's priority on only to a rollout of this name, which the replicas are underneath.
+        config = copy.deepcopy(config)
+        config.actor_rollout_ref.rollout.name = "vllm"
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self._publisher: FeedPublisher | None = None
         self._link: RouterLink | None = None

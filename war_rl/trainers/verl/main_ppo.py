@@ -109,6 +109,9 @@ def run(overrides: list[str], config_name: str = DEFAULT_CONFIG) -> int:
 
     announce(war_config(config).progress)
     folder = _prepare_run_folder(config)
+    address = join_cluster(config)
+    if address:
+        print(f"war-rl: joining the Ray cluster at {address}", flush=True)
     print(f"war-rl: rollout={config.trainer.rollout} platform={platform} run folder {folder}", flush=True)
     began = time.time()
     try:
@@ -165,6 +168,26 @@ def _prepare_run_folder(config: Any) -> Path:
             if name in os.environ:
                 env_vars[name] = os.environ[name]
     return folder
+
+
+def join_cluster(config: Any) -> str:
+    """The address of the Ray cluster that verl will join, "" if it will start one of its own.
+
+    A cluster that runs has its sizes and refuses to be told any, so those of the configuration are taken out.
+    """
+    from omegaconf import open_dict
+    from ray._private.services import canonicalize_bootstrap_address
+
+    init = config.ray_kwargs.ray_init
+    given = init.get("address") or os.environ.get("RAY_ADDRESS") or None
+    # A Ray client's address ("ray://...") is not a cluster's own.
+    address = given if given and "://" in given else canonicalize_bootstrap_address(given)
+    if address:
+        with open_dict(config):
+            for name in ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory"):
+                if init.get(name) is not None:
+                    init[name] = None
+    return address or ""
 
 
 def _train(config: Any) -> None:

@@ -13,6 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from war_rl.config import ConfigError, WarConfig, load_config
+from war_rl.trainers.verl.version import VersionGuard
 from war_rl.types import engine_priority
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class WarHttpServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         self._war = war_config_of(self.config)
+        self._war_guard = VersionGuard()
         self._war_can_draft = self._war.spec.drafts_on(self.replica_rank)
         extension = engine_kwargs.get("worker_extension_cls")
         if extension in (None, CPU_WORKER_EXTENSION):
@@ -94,10 +96,13 @@ class WarHttpServer(vLLMHttpServer):
         return [] if eos is None else [int(eos)]
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        request_id = str(kwargs.get("request_id", ""))
         if self._war.scheduler.engine_priority:
-            # verl's client passes priorities to its own rollout only; the request id says all that is needed.
-            kwargs["priority"] = engine_priority(kwargs["request_id"])
+            # How far trajectories are, which the request id tells, replaces what an agent loop may have asked for.
+            kwargs["priority"] = engine_priority(request_id)
+        self._war_guard.check(request_id, self.global_steps, "before it began")
         output = await super().generate(*args, **kwargs)
+        self._war_guard.check(request_id, self.global_steps, "after it ended")
         output.extra_fields["war_replica"] = self.replica_rank
         return output
 
@@ -124,10 +129,28 @@ class WarHttpServer(vLLMHttpServer):
         if self._war_can_draft and self.node_rank == 0:
             await self.engine.collective_rpc("war_feed", args=(blob,))
 
-    async def war_begin_step(self, step: int) -> None:
-        """Tell the drafter that the weights of ``step`` are loaded."""
-        if self._war_can_draft and self.node_rank == 0:
-            await self.engine.collective_rpc("war_begin_step", args=(step,))
+    async def war_begin_step(self, step: int) -> dict[str, Any]:
+        """The weights of ``step`` are loaded: nothing computed with others may stay, and the drafter is told.
+
+        Returns:
+            ``version``: verl's number of the weights here; ``late_turns``: turns refused since the start.
+        """
+        if self.node_rank == 0:
+            await self._empty_cache()
+            if self._war_can_draft:
+                await self.engine.collective_rpc("war_begin_step", args=(step,))
+        return {"version": self.global_steps, "late_turns": self._war_guard.refused}
+
+    async def _empty_cache(self) -> None:
+        """Empty the prefix cache. verl does so too, but does not look whether it worked: not while a request runs."""
+        if await self.engine.reset_prefix_cache(reset_connector=True):
+            return
+        logger.error(
+            "replica %d still runs requests of an earlier step; they start again from their prompts, and what they "
+            "write will be refused",
+            self.replica_rank,
+        )
+        await self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     async def war_counters(self) -> dict[str, float]:
         """The drafter's cumulative counters (those of the rank whose drafts are used)."""

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from war_rl.config import ConfigError, WarConfig, load_config
+from war_rl.trainers.verl.refusals import refusals
 
 ROLLOUTS = ("war", "vllm")
 ONE_PROCESS = "war_rl.engines.vllm.one_process.OneProcessExecutor"
@@ -55,7 +56,8 @@ def check(config: DictConfig) -> WarConfig:
         )
     war = war_config(config)
     _check_trainer(config)
-    _check_rollout(config, war)
+    for text in refusals(config, war, is_war(config)):
+        raise ConfigError(text)
     return war
 
 
@@ -69,37 +71,6 @@ def _check_trainer(config: DictConfig) -> None:
         raise ConfigError("trainer.use_v1=False: War-RL plugs into verl's V1 trainer; use trainer.use_v1=True")
     if config.data.get("train_batch_size") is not None and config.data.train_batch_size < 1:
         raise ConfigError(f"data.train_batch_size={config.data.train_batch_size}: must be at least 1")
-
-
-def _check_rollout(config: DictConfig, war: WarConfig) -> None:
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.full_determinism and config.trainer.device == "cpu":
-        raise ConfigError(
-            "actor_rollout_ref.rollout.full_determinism=True sets a seed on every request, which kills vLLM's CPU "
-            "engine at temperature > 0; leave it False on this machine"
-        )
-    if not is_war(config):
-        return
-    if rollout.router_config_path:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.router_config_path={rollout.router_config_path!r} contradicts "
-            "trainer.rollout=war, which brings its own router: remove it, or use trainer.rollout=vllm"
-        )
-    if rollout.disaggregation.enabled:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.disaggregation.enabled=True is not supported by trainer.rollout=war; "
-            "use trainer.rollout=vllm"
-        )
-    if war.scheduler.engine_priority and rollout.scheduling_policy != "priority":
-        raise ConfigError(
-            f"war.scheduler.engine_priority=True has no effect under actor_rollout_ref.rollout.scheduling_policy="
-            f"{rollout.scheduling_policy!r}: set that to priority, or leave engine_priority False"
-        )
-    if war.spec.drafts_on(0) and rollout.mtp is not None and rollout.mtp.get("enable_rollout"):
-        raise ConfigError(
-            "actor_rollout_ref.rollout.mtp.enable_rollout=True and War-RL's drafting exclude each other: "
-            "set war.spec.policy=off or disable MTP for the rollout"
-        )
 
 
 def check_model(config: DictConfig) -> None:

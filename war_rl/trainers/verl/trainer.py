@@ -20,7 +20,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from war_rl import wandb_run
+from war_rl import wandb_mode, wandb_run
 from war_rl.alarms import Alarms, Situation
 from war_rl.board import TOKEN_VARIABLE, Board
 from war_rl.config import to_dict
@@ -31,6 +31,7 @@ from war_rl.trainers.verl.client import MeasuredClient, WarClient
 from war_rl.trainers.verl.monitoring import add_router
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
+from war_rl.trainers.verl.version import check_batch
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,9 @@ class WarTrainerSync(PPOTrainerSync):
         with open_dict(config):
             # Anything but "sync" makes verl use its asynchronous replay buffer, dispatch and checkpointing.
             config.trainer.v1.trainer_mode = "sync"
+        if "wandb" in config.trainer.logger:
+            # `war-rl train` has decided by now; verl's own entry point has not.
+            wandb_mode.from_process(config.trainer.default_local_dir)
         super().__init__(config)
         self._observer: RolloutObserver | None = None
         self._rollout_metrics: dict[str, float] = {}
@@ -55,6 +59,7 @@ class WarTrainerSync(PPOTrainerSync):
         self._slowest: list[list[str | float | None]] = []
         self._wandb_defined = False
         self._weight_sums: dict[str, float] = {}
+        self._late_turns = 0
         plain = OmegaConf.to_container(config, resolve=True)
         assert isinstance(plain, dict)
         # Where and for whom the run's processes were started is no part of what is computed.
@@ -152,6 +157,9 @@ class WarTrainerSync(PPOTrainerSync):
         self._validation_metrics = self._observe.end()
         self._run.add_validation(self.global_steps, self._validation_metrics)
         super().on_validate_end()
+        if self.reward_loop_manager.reward_loop_worker_handles is None:
+            # A reward model on the same devices: verl put the replicas to sleep for it and loaded the weights again.
+            self._announce_weights(self.global_steps)
 
     def _validate(self) -> dict[str, float]:
         try:
@@ -172,19 +180,35 @@ class WarTrainerSync(PPOTrainerSync):
         self._weights_updated(self.global_steps)
 
     def _weights_updated(self, step: int) -> None:
+        if self._is_war:
+            self._check_weights(step, self._announce_weights(step))
+
+    def _announce_weights(self, step: int) -> list[dict[str, Any]]:
+        """Tell router and replicas that all KV is void. Returns what each replica says of itself."""
         if not self._is_war:
-            return
+            return []
         refs = [self.llm_server_manager.global_load_balancer.weights_updated.remote(step)]
         refs += [server.war_begin_step.remote(step) for server in self._servers.values()]
-        ray.get(refs, timeout=_CALL_TIMEOUT_S)
-        self._check_weights()
+        _, *states = ray.get(refs, timeout=_CALL_TIMEOUT_S)
+        return states
 
-    def _check_weights(self) -> None:
-        """All replicas must hold the same weights after an update, and others than before it.
+    def _check_weights(self, step: int, states: list[dict[str, Any]]) -> None:
+        """All replicas must hold the weights of ``step`` after an update, the same ones everywhere.
+
+        Args:
+            step: the training step that made them.
+            states: what ``WarHttpServer.war_begin_step`` returned, in the servers' order.
 
         Raises:
-            RuntimeError: the replicas disagree: training on their samples would mix two policies.
+            RuntimeError: a replica has older weights, or others than the rest: samples would mix two policies.
         """
+        for server_id, state in zip(self._servers, states, strict=True):
+            if state["version"] != step:
+                raise RuntimeError(
+                    f"after the weight update of step {step} replica {server_id} says that its weights are of version "
+                    f"{state['version']}: its samples would come from another policy"
+                )
+        late = sum(int(state["late_turns"]) for state in states)
         sums = ray.get([server.war_weights.remote() for server in self._servers.values()], timeout=_CALL_TIMEOUT_S)
         for server_id, mine in zip(self._servers, sums, strict=True):
             if mine != sums[0]:
@@ -198,8 +222,9 @@ class WarTrainerSync(PPOTrainerSync):
             "war/sync/replicas": float(len(sums)),
             "war/sync/weights_changed": changed / max(1, len(sums[0])),
             "war/sync/weight_sum": sum(sums[0].values()),
+            "war/sync/late_turns": float(late - self._late_turns),
         }
-        self._weight_sums = sums[0]
+        self._weight_sums, self._late_turns = sums[0], late
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, *args, **kwargs)
@@ -237,14 +262,18 @@ class WarTrainerSync(PPOTrainerSync):
         self._observe.poll()
         return float(wait(partition_id, last_debug_time))
 
-    def _sample(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+    def _sample(self, sample: Any, global_steps: int, partition_id: str, batch_size: int) -> Any:
         try:
-            return sample(*args, **kwargs)
+            batch, metrics = sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         except RuntimeError as error:
             cause = self._observe.explain(error)
             if cause is error:
                 raise
             raise cause from error
+        # What verl reads from disk instead of generating it (skip.rollout_tq) belongs to no step of this run.
+        if not OmegaConf.select(self.config, "skip.rollout_tq.enable"):
+            check_batch(batch.keys, batch.tags, global_steps, validate=partition_id == "val")
+        return batch, metrics
 
     @property
     def _observe(self) -> RolloutObserver:
