@@ -22,6 +22,21 @@ class GuessingLoop(TextArenaAgentLoop):
         return await super()._in_time(game, what, call)
 
 
+class SlowLoop(GuessingLoop):
+    """Each move takes a second: a rollout is long enough to be hit in its middle."""
+
+    async def _in_time(self, game: Any, what: str, call: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return await super()._in_time(game, what, call)
+
+
+class BlockingLoop(GuessingLoop):
+    """Calls something slow without await: nothing else of its process can go on."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        time.sleep(3600)
+
+
 FAULTS = ("raises", "hangs", "never ends", "overflows")
 
 # One agent-loop worker starts all trajectories of the tests' runs, so four groups a step see all four faults.

@@ -20,7 +20,11 @@ from war_rl.trainers.verl.router import RESTARTED, RouterLost
 
 
 class ReplicaDead(RuntimeError):
-    """A rollout replica is dead. The message holds the engine's own error."""
+    """Rollout replicas are dead, ``count`` of them. The message holds the engines' own errors."""
+
+    def __init__(self, message: str, count: int = 1) -> None:
+        super().__init__(message)
+        self.count = count
 
 
 @dataclass(frozen=True)
@@ -110,4 +114,4 @@ def raise_if_dead(health: list[ReplicaHealth]) -> None:
     """
     dead = [h for h in health if h.cause]
     if dead:
-        raise ReplicaDead("; ".join(f"rollout replica {h.server_id} is dead: {h.cause}" for h in dead))
+        raise ReplicaDead("; ".join(f"rollout replica {h.server_id} is dead: {h.cause}" for h in dead), len(dead))

@@ -18,10 +18,11 @@ import ray
 from war_rl.analysis import prefill_seconds_per_token, slowest
 from war_rl.config import WarConfig
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
-from war_rl.progress import Progress, ProgressLine
+from war_rl.progress import MARK, Progress, ProgressLine
 from war_rl.trace import StepTrace, TraceWriter
 from war_rl.trainers.verl.health import ReplicaDead, check_replicas, check_router, raise_if_dead
 from war_rl.trainers.verl.router import RouterLost
+from war_rl.trainers.verl.workers import Stall, WorkerLost, WorkerSilent, WorkerWatch, lost
 from war_rl.types import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class RolloutObserver:
         self._router = router
         self._is_war = is_war
         self._manager: Any = None
+        self._workers: WorkerWatch | None = None
+        self._stall = Stall(war.fault.stall_s)
         self._engine: dict[str, dict[str, float]] = {}
         self._spec: dict[str, dict[str, float]] = {}
         self._feed: list[dict[str, float]] = []
@@ -59,6 +62,7 @@ class RolloutObserver:
     def attach(self, manager: Any) -> None:
         """The agent-loop manager exists only once the trainer starts to fit."""
         self._manager = manager
+        self._workers = WorkerWatch(manager.agent_loop_workers, self._war.fault.worker_timeout_s)
 
     def begin(self, label: str, total: int, validate: bool, step: int) -> None:
         """A rollout of ``total`` trajectories starts now."""
@@ -69,6 +73,9 @@ class RolloutObserver:
         self._line = ProgressLine(label, clock=time.monotonic, mode=self._war.progress, speaker=True)
         self._total, self._validate = total, validate
         self._began, self._began_unix = time.monotonic(), time.time()
+        self._stall.begin(self._began)
+        if self._workers is not None:
+            self._workers.forget()
         self._next_health = self._next_progress = self._began + self._war.fault.health_interval_s
 
     def poll(self) -> None:
@@ -77,13 +84,17 @@ class RolloutObserver:
         Raises:
             ReplicaDead: a replica died; names it and its engine's own error.
             RouterLost: the router died, or was started again.
+            WorkerLost: an agent-loop worker died, or answers no more.
         """
         now = time.monotonic()
         if now >= self._next_health:
             self.check_health()
             self._next_health = time.monotonic() + self._war.fault.health_interval_s
         if now >= self._next_progress and self._line is not None:
-            self._line.update(self._progress(now))
+            states = self._workers.look() if self._workers is not None else []
+            self._line.update(self._progress(now, states))
+            if text := self._stall.look(now, states):
+                print(f"{MARK} {text}", flush=True)
             self._next_progress = time.monotonic() + 1.0
 
     def check_health(self) -> None:
@@ -95,13 +106,22 @@ class RolloutObserver:
         if self._is_war:
             check_router(self._router, self._war.fault.health_timeout_s)
 
-    def explain(self, error: BaseException) -> BaseException:
-        """What to report for a rollout that failed with ``error``: a dead replica, their own errors, or itself."""
+    def what_died(self) -> RuntimeError | None:
+        """The replica, router or agent-loop worker that is lost; None where all live."""
         try:
             self.check_health()
-        except (ReplicaDead, RouterLost) as dead:
+            self._ask_progress()
+        except (ReplicaDead, RouterLost, WorkerLost) as dead:
             return dead
-        errors = [text for state in self._call_workers("war_progress") for text in state["errors"]]
+        return None
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to report for a rollout that failed with ``error``: who died, the trajectories' errors, or itself."""
+        if isinstance(error, ReplicaDead | RouterLost | WorkerLost):
+            return error
+        if (dead := self.what_died()) is not None:
+            return dead
+        errors = [text for state in self._ask_progress() for text in state["errors"]]
         if not errors:
             return error
         return RuntimeError(f"{error} The trajectories failed with: {'; '.join(dict.fromkeys(errors))}")
@@ -126,6 +146,7 @@ class RolloutObserver:
                 logger.warning("trajectory %s failed: %s", name, record.error)
         prefix = "val/" if self._validate else ""
         merged = {**spec, **{f"{prefix}{_SENT.get(name, name)}": value for name, value in feed.items()}}
+        faults = add_up(self._call_workers("war_take_faults"))
         metrics = step_metrics(
             self.records,
             seconds=seconds,
@@ -138,12 +159,14 @@ class RolloutObserver:
             low_running=self._war.spec.max_running,
             saved={server_id: _net_saved(counts, prefix) for server_id, counts in drafted.items()},
         )
+        room = "war_val" if self._validate else "war"
+        metrics.update({f"{room}/fault/{name}": value for name, value in faults.items()})
         turns = [turn for record in self.records for turn in record.turns]
         prefill = engine.get("request_prefill_time_seconds", 0.0)
         self._prefill_s_per_token = prefill_seconds_per_token(turns, prefill)
         if self._trace is not None:
             traced = self._trace.add(self._step_trace(seconds))
-            metrics["war_val/trace/trajectories" if self._validate else "war/trace/trajectories"] = float(traced)
+            metrics[f"{room}/trace/trajectories"] = float(traced)
         return metrics
 
     def slowest(self, rows: int) -> list[list[str | float | None]]:
@@ -177,13 +200,25 @@ class RolloutObserver:
     def _change(before: Mapping[str, dict[str, float]], after: Mapping[str, dict[str, float]]) -> dict[str, float]:
         return add_up(delta(before.get(server_id, {}), values) for server_id, values in after.items())
 
-    def _call_workers(self, method: str, *args: Any) -> list[Any]:
+    def _ask_progress(self) -> list[dict[str, Any]]:
+        """Every worker's progress; nothing where one is too busy to say."""
+        try:
+            return self._call_workers("war_progress", limit=_CALL_TIMEOUT_S)
+        except WorkerSilent:
+            return []
+
+    def _call_workers(self, method: str, *args: Any, limit: float = 0.0) -> list[Any]:
         if self._manager is None:
             return []
-        return list(self._manager.war_call(method, *args, timeout=_CALL_TIMEOUT_S))
+        limit = limit or self._war.fault.worker_timeout_s
+        try:
+            return list(self._manager.war_call(method, *args, timeout=limit))
+        except ray.exceptions.RayActorError as error:
+            raise lost("an agent-loop worker", error) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise WorkerSilent("an agent-loop worker", limit) from error
 
-    def _progress(self, now: float) -> Progress:
-        states = self._call_workers("war_progress")
+    def _progress(self, now: float, states: list[dict[str, Any]]) -> Progress:
         return Progress(
             finished=sum(s["finished"] for s in states),
             total=self._total,

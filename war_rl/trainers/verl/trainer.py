@@ -7,9 +7,12 @@ measured, polled and watched alike.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,6 +28,8 @@ from war_rl.config import to_dict
 from war_rl.progress import MARK, step_line
 from war_rl.summary import RunSummary, versions
 from war_rl.trace import TraceWriter
+from war_rl.trainers.verl import checkpoints
+from war_rl.trainers.verl.causes import NAMED, CheckpointFailed, WeightsNotFinite, describe, innermost
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
@@ -61,6 +66,7 @@ class WarTrainerSync(PPOTrainerSync):
             clock=time.monotonic,
             versions=versions(),
             extra={"war": to_dict(self._war)},
+            resume=config.trainer.resume_mode != "disable",
         )
 
     # ------------------------------------------------------------------ construction
@@ -94,6 +100,31 @@ class WarTrainerSync(PPOTrainerSync):
             trace.clear()
         self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace)
 
+    def init(self) -> None:
+        try:
+            super().init()
+        except Exception as error:
+            self._end_badly(error)
+            raise
+
+    def _load_checkpoint(self) -> None:
+        trainer = self.config.trainer
+        if trainer.resume_mode == "auto":
+            done = checkpoints.repair(Path(trainer.default_local_dir), one_node=trainer.nnodes == 1)
+            if done:
+                print(f"{MARK} {done}", flush=True)
+        super()._load_checkpoint()
+        self._run.resumed_from(self.global_steps)
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir)
+        try:
+            super()._save_checkpoint()
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            one_node = self.config.trainer.nnodes == 1
+            text = checkpoints.failure(folder, self.global_steps, innermost(error), one_node)
+            raise CheckpointFailed(text) from error
+
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=WarClient if self._is_war else MeasuredClient)
 
@@ -103,10 +134,28 @@ class WarTrainerSync(PPOTrainerSync):
         self._observe.attach(agent_loop_manager)
         try:
             super().fit(agent_loop_manager)
-        except BaseException as error:
-            self._run.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error))
+        except KeyboardInterrupt as stop:
+            self._run.finish("interrupted", error=str(stop))
+            raise
+        except Exception as error:
+            # What fails between two rollouts (a weight update, say) may be the echo of something that died.
+            dead = None if isinstance(error, NAMED) else self._observe.what_died()
+            self._end_badly(dead or error)
+            if dead is not None:
+                raise dead from error
             raise
         self._run.finish()
+
+    def _end_badly(self, error: Exception) -> None:
+        """Say why the run ends: in its summary, on the console, and as a metric."""
+        text, faults = describe(error)
+        self._run.finish("failed", error=text, faults=faults)
+        print(f"{MARK} the run ends: {text}", flush=True)
+        tracking = getattr(self, "logger", None)
+        if faults and tracking is not None:
+            # Whatever a logger has against it, it must not hide the cause.
+            with contextlib.suppress(Exception):
+                tracking.log(data=faults, step=self.global_steps)
 
     def prepare_step(self) -> dict[str, Any]:
         self._define_wandb_metrics()
@@ -148,6 +197,7 @@ class WarTrainerSync(PPOTrainerSync):
     def on_init_end(self) -> None:
         super().on_init_end()
         self._weights_updated(self.global_steps)
+        self._run.started(self.global_steps, self._sync_metrics)
 
     def on_step_end(self) -> None:
         super().on_step_end()
@@ -166,8 +216,15 @@ class WarTrainerSync(PPOTrainerSync):
 
         Raises:
             RuntimeError: the replicas disagree: training on their samples would mix two policies.
+            WeightsNotFinite: a weight is NaN or infinite.
         """
         sums = ray.get([server.war_weights.remote() for server in self._servers.values()], timeout=_CALL_TIMEOUT_S)
+        lost = sorted({name for mine in sums for name, value in mine.items() if not math.isfinite(value)})
+        if lost:
+            raise WeightsNotFinite(
+                f"after the weight update of step {self.global_steps} the engines hold weights that are not finite, "
+                f"first in {lost[0]}: training has diverged; resume from a checkpoint before it, with a lower rate"
+            )
         for server_id, mine in zip(self._servers, sums, strict=True):
             if mine != sums[0]:
                 wrong = [name for name in mine if mine[name] != sums[0].get(name)]
@@ -189,6 +246,8 @@ class WarTrainerSync(PPOTrainerSync):
         metrics.update(self._validation_metrics)
         metrics.update(self._sync_metrics)
         self._validation_metrics = {}
+        if unwritten := self._run.take_unwritten():
+            metrics["war/fault/unwritten_summaries"] = float(unwritten)
         self._tell(metrics)
         reward = metrics.get("critic/rewards/mean")
         if self._war.progress != "off":
