@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run left that was killed with its watcher (SIGKILL, the out-of-memory killer): the next start ends it.
 
-Ray's own processes die with the one that started Ray, but the engines' do not, and nobody removes their shared memory.
+Ray's processes and the engines notice that their parents are gone, and end. One that hangs does not, nor what an
+environment has started in a session of its own; and nobody removes their shared memory.
 Two traces lead to them. Every process of a run carries the run's name in its environment, and the name says which
 watcher it belongs to. And the watcher keeps a small file of what it has seen: processes, files in shared memory. A run
 is dead when its watcher is; names of another boot, or of another container's processes, are never judged.

@@ -78,7 +78,9 @@ def test_a_worker_that_is_silent_for_too_long_is_lost(fake_ray):
 
 def test_a_dead_worker_is_lost_at_once(fake_ray):
     watch = WorkerWatch([Worker(ray.exceptions.RayActorError()), Worker(None)], 100.0, Clock())
-    with pytest.raises(WorkerLost, match=r"agent-loop worker 0 is gone, and with it its trajectories: .* before finishing"):
+    with pytest.raises(
+        WorkerLost, match=r"agent-loop worker 0 is gone, and with it its trajectories: .* before finishing"
+    ):
         watch.look()
 
 

@@ -106,6 +106,14 @@ class RolloutObserver:
         if self._is_war:
             check_router(self._router, self._war.fault.health_timeout_s)
 
+    def check_dead(self) -> None:
+        """Between rollouts, when replicas may be too busy to answer: raises only for what is dead for certain.
+
+        Raises:
+            ReplicaDead: a replica is.
+        """
+        raise_if_dead([h for h in check_replicas(self._servers, self._war.fault.health_timeout_s) if not h.silent])
+
     def what_died(self) -> RuntimeError | None:
         """The replica, router or agent-loop worker that is lost; None where all live."""
         try:

@@ -31,6 +31,7 @@ from war_rl.trace import TraceWriter
 from war_rl.trainers.verl import checkpoints
 from war_rl.trainers.verl.causes import NAMED, CheckpointFailed, WeightsNotFinite, describe, innermost
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
+from war_rl.trainers.verl.health import while_alive
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
 
@@ -99,6 +100,10 @@ class WarTrainerSync(PPOTrainerSync):
         if self.config.trainer.resume_mode == "disable":
             trace.clear()
         self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace)
+        # A training worker waits without end for an engine that dies while it takes in weights.
+        self.checkpoint_manager.update_weights = functools.partial(
+            self._update_weights, self.checkpoint_manager.update_weights
+        )
 
     def init(self) -> None:
         try:
@@ -202,6 +207,10 @@ class WarTrainerSync(PPOTrainerSync):
     def on_step_end(self) -> None:
         super().on_step_end()
         self._weights_updated(self.global_steps)
+
+    def _update_weights(self, update: Any, *args: Any, **kwargs: Any) -> Any:
+        every = self._war.fault.health_interval_s
+        return while_alive(functools.partial(update, *args, **kwargs), self._observe.check_dead, every)
 
     def _weights_updated(self, step: int) -> None:
         if not self._is_war:
