@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Modules without I/O, clocks and frameworks: checked strictly.
 PURE := $(wildcard war_rl/types.py war_rl/config.py war_rl/steptime.py war_rl/metrics.py war_rl/metrics_registry.py \
 	war_rl/analysis.py war_rl/trace.py war_rl/alarms.py war_rl/wandb_run.py war_rl/wandb_layout.py war_rl/progress.py war_rl/board.py war_rl/display.py war_rl/display_view.py war_rl/screen.py \
-	war_rl/engine_page.py war_rl/trainers/prometheus.py war_rl/summary.py war_rl/wandb_mode.py war_rl/supervise.py war_rl/leftovers.py) \
+	war_rl/engine_page.py war_rl/trainers/prometheus.py war_rl/summary.py war_rl/wandb_mode.py war_rl/supervise.py war_rl/leftovers.py war_rl/processes.py war_rl/orphans.py war_rl/files.py) \
 	$(wildcard war_rl/spec war_rl/rollout war_rl/traces war_rl/sim war_rl/report)
 QUICK := not (vllm or slow or e2e or faults or extended)
 

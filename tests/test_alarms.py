@@ -51,6 +51,7 @@ CASES: dict[str, tuple[dict[str, float], dict[str, float]]] = {
     "feed_late": ({"war/spec/feed_lag_s": 9.0}, {"war/spec/feed_lag_s": 2.0}),
     "fallbacks": ({"war/spec/requests_not_draftable": 3.0}, {}),
     "many_failed": ({"war/rollout/failed": 4.0}, {"war/rollout/failed": 1.0}),
+    "not_finite": ({"war/fault/nonfinite_turns": 1.0}, {"war/fault/nonfinite_turns": 0.0}),
 }
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from war_rl import cli
@@ -200,6 +201,25 @@ def test_a_run_that_had_failed_before_the_signal_stays_failed(stand_in: Path) ->
     process.communicate(timeout=60)
     data = load_summary(stand_in / "run")
     assert process.returncode == 130 and (data["status"], data["error"]) == ("failed", "engine died")
+
+
+def test_a_run_that_is_killed_with_its_watcher_is_marked_by_the_next_start(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(stand_in))
+    install(stand_in, "time.sleep(1000)")
+    process = train(stand_in)
+    wait_for(stand_in / "ready", process)
+    (child,) = psutil.Process(process.pid).children()
+    process.kill()
+    child.kill()
+    process.communicate(timeout=60)
+    assert load_summary(stand_in / "run")["status"] == "running"
+    # Another run, of which only the start matters.
+    (stand_in / "war_rl" / "trainers" / "verl" / "main_ppo.py").write_text("def run(*args):\n    return 0\n")
+    train(stand_in).communicate(timeout=60)
+    data = load_summary(stand_in / "run")
+    assert data["status"] == "failed" and data["error"].startswith("killed") and len(data["steps"]) == 1
 
 
 def test_a_missing_trainer_points_to_the_doctor(stand_in: Path) -> None:

@@ -63,13 +63,66 @@ def test_the_file_is_whole_after_every_step(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == ["summary.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     summary = start(tmp_path)
     summary.add_step(1, metrics())
-    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
         summary.add_step(2, metrics())
-    assert [e["step"] for e in load_summary(tmp_path)["steps"]] == [1]
+        assert [e["step"] for e in load_summary(tmp_path)["steps"]] == [1] and "disk full" in caplog.text
+        with pytest.raises(OSError, match="disk full"):
+            start(tmp_path / "new")
+    assert (summary.take_unwritten(), summary.take_unwritten()) == (1, 0)
+    summary.add_step(3, metrics())
+    assert [e["step"] for e in load_summary(tmp_path)["steps"]] == [1, 2, 3]
+
+
+def resumed(folder: Path) -> RunSummary:
+    return RunSummary(folder, rollout="war", config={}, clock=Clock(), versions={}, resume=True)
+
+
+def test_a_resumed_run_keeps_the_steps_up_to_its_checkpoint_and_how_the_earlier_one_ended(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    first.add_validation(0, metrics())
+    for step in (1, 2, 3):
+        first.add_step(step, metrics(), 0.1 * step)
+    first.finish("failed", "a replica died", {"war/fault/replica_lost": 1.0})
+    second = resumed(tmp_path)
+    assert [e["step"] for e in load_summary(tmp_path)["steps"]] == [1, 2, 3]  # nothing is lost before it is known
+    second.resumed_from(2)
+    second.started(2, {"war/sync/weight_sum": 7.5, "text": "no"})
+    third = resumed(tmp_path)  # the second was killed
+    third.resumed_from(2)
+    third.add_step(3, metrics(), 0.9)
+    data = load_summary(tmp_path)
+    assert [(e["step"], e["reward"]) for e in data["steps"]] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert [e["step"] for e in data["validations"]] == [0]
+    assert [(e["status"], e["last_step"]) for e in data["earlier"]] == [("failed", 3), ("failed", 2)]
+    assert data["earlier"][0]["faults"] == {"war/fault/replica_lost": 1.0} and "faults" not in data
+    assert "killed" in data["earlier"][1]["error"]
+    assert "earlier: failed after step 3: a replica died" in format_table(data)
+
+
+def test_a_run_that_finds_no_checkpoint_or_wants_none_forgets_the_earlier_steps(tmp_path: Path) -> None:
+    start(tmp_path).add_step(1, metrics())
+    summary = resumed(tmp_path)
+    summary.started(0, {"war/sync/weight_sum": 7.5})
+    summary.resumed_from(0)
+    data = load_summary(tmp_path)
+    assert data["steps"] == [] and len(data["earlier"]) == 1
+    assert data["start"] == {"step": 0, "war/sync/weight_sum": 7.5}
+    start(tmp_path)
+    assert load_summary(tmp_path)["earlier"] == []
+
+
+def test_an_earlier_summary_that_cannot_be_read_does_not_keep_the_next_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "summary.json").write_text("{")
+    resumed(tmp_path)
+    assert load_summary(tmp_path)["steps"] == [] and "cannot be read" in caplog.text
 
 
 def test_numbers_of_every_kind_become_json(tmp_path: Path) -> None:
@@ -130,6 +183,13 @@ def test_what_an_earlier_run_left_is_not_closed_for_this_one(tmp_path: Path) -> 
     del data["started"]  # as written by an earlier version
     (tmp_path / "summary.json").write_text(json.dumps(data))
     assert mark_ended(tmp_path, "failed") and load_summary(tmp_path)["wall_seconds"] == 0.0
+
+
+def test_what_was_lost_while_a_run_was_stopped_is_no_fault_of_it(tmp_path: Path) -> None:
+    start(tmp_path).finish("failed", "a replica died", {"war/fault/replica_lost": 1.0})
+    assert "faults: war/fault/replica_lost 1" in format_table(load_summary(tmp_path))
+    mark_ended(tmp_path, "interrupted", instead_of=("running", "failed"))
+    assert "faults" not in load_summary(tmp_path)
 
 
 def test_what_is_no_summary_is_refused_by_name(tmp_path: Path) -> None:

@@ -105,6 +105,12 @@ def test_a_disk_that_refuses_costs_the_trace_only(tmp_path: Path, caplog: pytest
     assert "cannot be written" in caplog.text
 
 
+def test_what_a_full_disk_or_a_death_cut_short_costs_no_other_rollout(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(encode_step(step_trace(step=1)) + encode_step(step_trace(step=2))[:-30])
+    assert TraceWriter(tmp_path, "full", 1 << 20).add(step_trace(step=3)) == 4
+    assert [(t.step, len(t.records)) for t in read(tmp_path)] == [(1, 4), (2, 3), (3, 4)]
+
+
 def test_a_step_done_again_replaces_the_old_one(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, "full", 1 << 20)
     for trajectories in (4, 7):

@@ -166,6 +166,8 @@ FALLBACKS: tuple[tuple[str, str], ...] = (
     ("war/sched/lost_turns", "turns lost their replica and ran again elsewhere"),
     ("war/cache/unreported_turns", "turns came back without a cached-token count"),
     ("war/sync/late_turns", "turns were asked for outside of their step, and refused"),
+    ("war/fault/unrecorded_trajectories", "trajectories could not be recorded"),
+    ("war/fault/unwritten_summaries", "times the summary could not be written"),
 )
 """Counters of what went another way than it should, and how that is said."""
 
@@ -182,6 +184,16 @@ def _many_failed(m: Metrics, now: Situation, past: History) -> str:
     return f"{failed:.0f} of {all_of_them:.0f} trajectories failed; the log names each with its error"
 
 
+def _not_finite(m: Metrics, now: Situation, past: History) -> str:
+    turns = m.get("war/fault/nonfinite_turns", 0.0)
+    if not turns:
+        return ""
+    return (
+        f"{turns:.0f} turns came back with log-probs that are NaN or infinite, and their trajectories were dropped; "
+        "the log names the replica: one of several has a device that fails, all of them a policy that has diverged"
+    )
+
+
 RULES: dict[str, Callable[[Metrics, Situation, History], str]] = {
     "no_drafts": _no_drafts,
     "acceptance_too_good": _acceptance_too_good,
@@ -193,6 +205,7 @@ RULES: dict[str, Callable[[Metrics, Situation, History], str]] = {
     "feed_late": _feed_late,
     "fallbacks": _fallbacks,
     "many_failed": _many_failed,
+    "not_finite": _not_finite,
 }
 """By cause: what is wrong, or "" where all is well."""
 

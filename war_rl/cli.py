@@ -109,6 +109,8 @@ def _train(argv: Sequence[str]) -> int:
         code = supervise(
             lambda: _run_training(overrides, args.config_name),
             on_stop=lambda: running_at_stop.append(_still_running(Path(note))),
+            note=note,
+            on_dead=_close_killed,
         )
         summary = Path(note).read_text()
     finally:
@@ -146,6 +148,17 @@ def _run_training(overrides: list[str], config_name: str) -> int:
     except IncompatibleError as error:
         print(f"war-rl train: {error}", file=sys.stderr)
         return 1
+
+
+def _close_killed(summary: str) -> None:
+    """Say in its summary that an earlier run, whose processes had to be swept up, was killed."""
+    from war_rl.summary import mark_ended
+
+    try:
+        mark_ended(summary, "failed", "killed: it ended without saying how")
+    except (OSError, ValueError, KeyError):
+        # Its folder is gone, or somebody else has made something of it.
+        return
 
 
 def _conclude(path: Path, code: int, running_at_stop: bool) -> None:

@@ -159,6 +159,12 @@ class FaultConfig:
     """How often replicas are asked for their health while a step's trajectories come in. Unit: seconds."""
     health_timeout_s: float = 30.0
     """A replica that does not answer for this long is dead. Unit: seconds."""
+    worker_timeout_s: float = 600.0
+    """An agent-loop worker that does not answer for this long is lost, and the run ends: an agent loop blocks its event
+    loop, which is named in the log after half a minute. Unit: seconds."""
+    stall_s: float = 300.0
+    """When nothing has come in for this long, the trajectories that are waited for are named; 0 means never.
+    Unit: seconds."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +270,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fault.trajectory_timeout_s": (0.0, 864_000.0),
     "fault.health_interval_s": (0.1, 3600.0),
     "fault.health_timeout_s": (1.0, 3600.0),
+    "fault.worker_timeout_s": (1.0, 86_400.0),
+    "fault.stall_s": (0.0, 86_400.0),
     "poll_interval_s": (0.001, 60.0),
     "trace_mb": (1, 1_000_000),
     "wandb.slowest_every": (0, 1_000_000),

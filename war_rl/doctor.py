@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from war_rl.compat import PYTHON, REQUIREMENTS, check_versions, install_command, installed_version, installed_vllm
+from war_rl.orphans import find_dead
 
 OK, INFO, WARNING, TROUBLE = "ok", "info", "warning", "trouble"
 
@@ -159,6 +160,14 @@ def _machine(report: Report) -> None:
             WARNING,
             f"/dev/shm has {size:.1f} GiB free; Ray and the weight transfer want {SHARED_MEMORY_GIB}",
             "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g",
+        )
+    for run in (run for run in find_dead() if run.processes or run.files):
+        report.add(
+            section,
+            WARNING,
+            f"a run that was killed (pid {run.name.partition('.')[0]}) has left {len(run.processes)} processes and "
+            f"{len(run.files)} shared-memory and socket files",
+            "the next `war-rl train` or `war-rl bench` ends and removes them",
         )
     _platform(report, section)
 

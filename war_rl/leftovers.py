@@ -11,8 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeAlias
+
+Identity: TypeAlias = tuple[int, int]
+"""Device and inode of a file."""
 
 SHM = Path("/dev/shm")
 TMP = Path("/tmp")
@@ -30,11 +34,36 @@ class Leftovers:
         self._shm = shm
         self._tmp = tmp
         self._before = _identities(shm.glob("*")) | _identities(tmp.glob(SOCKETS))
-        self._ours: set[tuple[int, int]] = set()
+        self._ours: set[Identity] = set()
         self._pids: set[int] = set()
         self._pause = _FIRST_PAUSE_S
         self._next = 0.0
-        self._unknown: set[tuple[int, int]] = set()
+        self._unknown: set[Identity] = set()
+        self._sockets: set[Identity] | None = None
+
+    @classmethod
+    def of_dead(
+        cls,
+        files: Mapping[str, Identity],
+        used: set[Identity],
+        before: set[Identity],
+        shm: Path = SHM,
+        tmp: Path = TMP,
+    ) -> Leftovers:
+        """Those of a run that was killed: what its watcher noted as :meth:`ours`, and what its processes had open.
+
+        ``before``: what was there when it started (:attr:`before`), which is nobody's to remove.
+        """
+        found = cls(shm, tmp)
+        noted = {i for path, i in files.items() if _own([Path(path)]).get(Path(path)) == i}
+        found._before = before
+        found._ours = found._sockets = noted | used
+        return found
+
+    @property
+    def before(self) -> set[Identity]:
+        """Device and inode of each file that was there at the start."""
+        return set(self._before)
 
     def look(self, pids: Iterable[int], now: float, *, force: bool = False) -> None:
         """Find out which new files belong to ``pids``. ``now`` in seconds, monotonic.
@@ -53,6 +82,12 @@ class Leftovers:
         self._ours |= unknown & _used_by(pids, self._shm)
         self._next = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+
+    def ours(self) -> dict[str, Identity]:
+        """New files that are known to be ours, and new sockets, with device and inode."""
+        files = {p: i for p, i in self._new_files().items() if i in self._ours or self._named_after_us(p)}
+        sockets = {p: i for p, i in _own(self._tmp.glob(SOCKETS)).items() if i not in self._before}
+        return {str(path): identity for path, identity in {**files, **sockets}.items()}
 
     def remove(self) -> tuple[list[str], list[str]]:
         """Remove what was ours; call it when our processes are gone.
@@ -75,7 +110,7 @@ class Leftovers:
         removed += self._remove_sockets()
         return removed, left
 
-    def _new_files(self) -> dict[Path, tuple[int, int]]:
+    def _new_files(self) -> dict[Path, Identity]:
         return {p: i for p, i in _own(self._shm.glob("*")).items() if i not in self._before}
 
     def _named_after_us(self, path: Path) -> bool:
@@ -85,6 +120,8 @@ class Leftovers:
         removed = []
         bound = _bound_sockets()
         for path, identity in _own(self._tmp.glob(SOCKETS)).items():
+            if self._sockets is not None and identity not in self._sockets:
+                continue
             # A socket file that nobody is bound to can never be connected to again.
             if identity not in self._before and str(path) not in bound:
                 with contextlib.suppress(OSError):
@@ -93,11 +130,16 @@ class Leftovers:
         return removed
 
 
-def _identities(paths: Iterable[Path]) -> set[tuple[int, int]]:
+def files_in_use(pids: Iterable[int], shm: Path = SHM) -> set[Identity]:
+    """Device and inode of the shared-memory files that these processes have mapped or open."""
+    return _used_by(pids, shm)
+
+
+def _identities(paths: Iterable[Path]) -> set[Identity]:
     return set(_own(paths).values())
 
 
-def _own(paths: Iterable[Path]) -> dict[Path, tuple[int, int]]:
+def _own(paths: Iterable[Path]) -> dict[Path, Identity]:
     """Our user's files among ``paths``, with device and inode."""
     out = {}
     for path in paths:
@@ -112,9 +154,9 @@ def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _used_by(pids: Iterable[int], shm: Path) -> set[tuple[int, int]]:
+def _used_by(pids: Iterable[int], shm: Path) -> set[Identity]:
     """Device and inode of the files below ``shm`` that any of ``pids`` has mapped or open."""
-    used: set[tuple[int, int]] = set()
+    used: set[Identity] = set()
     needle = f"{shm}/".encode()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
@@ -128,7 +170,7 @@ def _used_by(pids: Iterable[int], shm: Path) -> set[tuple[int, int]]:
     return used
 
 
-def _open_files(pid: int, prefix: str) -> set[tuple[int, int]]:
+def _open_files(pid: int, prefix: str) -> set[Identity]:
     out = set()
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):

@@ -37,6 +37,9 @@ ENGINE_COUNTERS = (
 ENGINE_SUMS = ("request_prefill_time_seconds", "request_queue_time_seconds")
 """vLLM's histograms whose sums :func:`step_metrics` reads beside the counters."""
 
+NOT_FINITE = "NonFiniteLogProbs"
+"""How the error of a turn begins whose log-probs were NaN or infinite (``trainers.verl.client``)."""
+
 
 def step_metrics(
     records: Sequence[TrajectoryRecord],
@@ -109,6 +112,7 @@ def _rollout(
         "rollout/failed": sum(r.status == "failed" for r in records),
         "rollout/truncated": sum(r.status == "truncated" for r in records),
         "rollout/turn_errors": sum(bool(t.error) for t in turns),
+        "fault/nonfinite_turns": sum(t.error.startswith(NOT_FINITE) for t in turns),
         "rollout/preemptions": preempted,
         "rollout/tail_seconds": tail,
         "rollout/tail_share": _ratio(tail, seconds),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import numbers
 import os
@@ -16,6 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from war_rl.files import write_whole
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 FILE = "summary.json"
@@ -52,6 +57,8 @@ def config_digest(config: Mapping[str, Any]) -> str:
 class RunSummary:
     """Collects a run's numbers and keeps ``folder/summary.json`` up to date.
 
+    A disk that refuses costs no step: the file keeps what it had, the next write holds everything again.
+
     Args:
         folder: the run's folder; made if it is not there.
         rollout: ``war`` or ``vllm`` (``trainer.rollout``).
@@ -60,6 +67,11 @@ class RunSummary:
         unix_time: seconds since the epoch, for whoever closes the summary of a run that could not do so itself.
         versions: as :func:`versions` gives them.
         extra: further facts about the run, stored as they are.
+        resume: whether the run may go on where an earlier one in this folder ended: that one's steps are kept (see
+            :meth:`resumed_from`), and ``earlier`` tells how it ended.
+
+    Raises:
+        OSError: the folder cannot be written to, now at the start.
     """
 
     def __init__(
@@ -72,11 +84,14 @@ class RunSummary:
         unix_time: Callable[[], float] = time.time,
         versions: Mapping[str, str],
         extra: Mapping[str, Any] | None = None,
+        resume: bool = False,
     ) -> None:
         self.path = Path(folder) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._started = clock()
+        self._unwritten = 0
+        before = _earlier(self.path) if resume else None
         self.data: dict[str, Any] = {
             "format": FORMAT,
             "status": "running",
@@ -87,12 +102,28 @@ class RunSummary:
             "wall_seconds": 0.0,
             "started": unix_time(),
             **(extra or {}),
-            "steps": [],
-            "validations": [],
+            "earlier": [*before.get("earlier", []), _ending(before)] if before else [],
+            "steps": list(before["steps"]) if before else [],
+            "validations": list(before["validations"]) if before else [],
         }
-        self._write()
+        self._stamp()
+        _write_json(self.path, self.data)
         if os.environ.get(NOTE_VARIABLE):
             Path(os.environ[NOTE_VARIABLE]).write_text(str(self.path.resolve()))
+
+    def resumed_from(self, step: int) -> None:
+        """The run goes on after ``step``, whose checkpoint it has loaded; 0 where it starts anew.
+
+        Steps that an earlier run did after that are forgotten here as they are in the weights.
+        """
+        for kind in ("steps", "validations"):
+            self.data[kind] = [e for e in self.data[kind] if step and e["step"] <= step]
+        self._write()
+
+    def started(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What the run starts with: the step whose weights it holds, and their fingerprint among ``metrics``."""
+        self.data["start"] = {"step": step, **{k: _number(v) for k, v in metrics.items() if _is_number(v)}}
+        self._write()
 
     def add_step(self, step: int, metrics: Mapping[str, Any], reward: float | None = None) -> None:
         """Record a training step and write the file. ``reward`` is looked up among verl's keys when None.
@@ -116,8 +147,10 @@ class RunSummary:
         self.data[kind] = [e for e in self.data[kind] if e["step"] != step] + [entry]
         self._write()
 
-    def finish(self, status: str = "finished", error: str = "") -> None:
+    def finish(self, status: str = "finished", error: str = "", faults: Mapping[str, float] | None = None) -> None:
         """Say how the run ended and write the file. The first ending counts: what follows is only its echo.
+
+        ``faults``: ``war/fault/...`` values of the ending, for a step that never came to log its metrics.
 
         Raises:
             ValueError: unknown status.
@@ -125,22 +158,51 @@ class RunSummary:
         if status not in STATUSES:
             raise ValueError(f"status={status!r}: not one of {', '.join(STATUSES)}")
         if self.data["status"] == "running":
-            self.data.update(status=status, error=error)
+            self.data.update(status=status, error=error, **({"faults": dict(faults)} if faults else {}))
             self._write()
 
-    def _write(self) -> None:
+    def take_unwritten(self) -> int:
+        """How often the file could not be written since the last call."""
+        count, self._unwritten = self._unwritten, 0
+        return count
+
+    def _stamp(self) -> None:
         self.data["wall_seconds"] = self._clock() - self._started
-        _write_json(self.path, self.data)
+
+    def _write(self) -> None:
+        self._stamp()
+        try:
+            _write_json(self.path, self.data)
+        except OSError as error:
+            self._unwritten += 1
+            logger.error("%s cannot be written (it keeps what it had): %s", self.path, error)
+
+
+def _earlier(path: Path) -> dict[str, Any] | None:
+    """The summary that an earlier run left; None where there is none that can be read."""
+    try:
+        return load_summary(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.error("the earlier run's summary cannot be read and is replaced: %s", error)
+        return None
+
+
+def _ending(data: Mapping[str, Any]) -> dict[str, Any]:
+    """How an earlier run in this folder ended. One that says ``running`` was killed."""
+    killed = data["status"] == "running"
+    return {
+        "status": "failed" if killed else data["status"],
+        "error": "killed: it ended without saying how" if killed else data["error"],
+        "faults": dict(data.get("faults", {})),
+        "last_step": max((e["step"] for e in data["steps"]), default=0),
+        "wall_seconds": data["wall_seconds"],
+    }
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with part.open("w") as file:
-        json.dump(data, file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    write_whole(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def _is_number(value: Any) -> bool:
@@ -208,6 +270,7 @@ def mark_ended(
         return False
     seconds = max(data["wall_seconds"], unix_time() - started) if started else data["wall_seconds"]
     file = Path(path)
+    data.pop("faults", None)
     ended = {**data, "status": status, "error": error, "wall_seconds": seconds}
     _write_json(file / FILE if file.is_dir() else file, ended)
     return True
@@ -241,6 +304,11 @@ def format_table(summary: Mapping[str, Any]) -> str:
     lines.append(f"{ending}, rollout={summary['rollout']}, config {summary['config_digest']}")
     if summary["error"]:
         lines.append(f"error: {summary['error']}")
+    if summary.get("faults"):
+        lines.append("faults: " + ", ".join(f"{name} {value:g}" for name, value in summary["faults"].items()))
+    for ending in summary.get("earlier", []):
+        error = f": {ending['error']}" if ending["error"] else ""
+        lines.append(f"earlier: {ending['status']} after step {ending['last_step']}{error}")
     return "\n".join(lines)
 
 

@@ -7,7 +7,8 @@ only watches, always able to react. The parent is the *subreaper* of everything 
 it instead of escaping to process 1, which makes "all my descendants" complete. A Ray cluster that somebody else started
 is not among the descendants and is never touched.
 
-One Ctrl-C (or SIGTERM, SIGHUP) asks the child to stop, waits, terminates, then kills. A second one kills at once.
+One Ctrl-C (or SIGTERM, SIGHUP) asks the child to stop, waits, terminates, then kills. A second one kills at once. What
+a run left that was killed with its watcher is ended and removed by the next start (:mod:`war_rl.orphans`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from war_rl.leftovers import Leftovers
+from war_rl.orphans import RUN_VARIABLE, RunFile, run_name, sweep
+from war_rl.processes import Process, descendants
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,6 +54,8 @@ def supervise(
     limits: Limits | None = None,
     say: Callable[[str], None] | None = None,
     on_stop: Callable[[], None] | None = None,
+    note: str = "",
+    on_dead: Callable[[str], None] | None = None,
 ) -> int:
     """Run ``work`` in a forked child and return its exit code after everything it started has ended.
 
@@ -62,6 +67,8 @@ def supervise(
         limits: how long each stage of an ending may take.
         say: takes a line for the user; the terminal's error stream if not given.
         on_stop: called once, in the watching process, at the first stop signal and before anything reacts to it.
+        note: a file that the run may write into, for the next start if this run is killed together with its watcher.
+        on_dead: called with what such a run had written into its note, once what it left has been removed.
 
     Returns:
         The child's exit code; 128 + n if the child died of signal n; 130 after Ctrl-C, 143 after SIGTERM, 129 after
@@ -71,7 +78,8 @@ def supervise(
     if sys.platform != "linux":
         say(f"processes are not supervised on {sys.platform}: after Ctrl-C look for leftovers yourself")
         return work()
-    return _Supervisor(limits or Limits(), say, on_stop or (lambda: None)).run(work)
+    sweep(say, on_dead or (lambda text: None))
+    return _Supervisor(limits or Limits(), say, on_stop or (lambda: None), note).run(work)
 
 
 def _to_stderr(text: str) -> None:
@@ -81,10 +89,11 @@ def _to_stderr(text: str) -> None:
 
 
 class _Supervisor:
-    def __init__(self, limits: Limits, say: Callable[[str], None], on_stop: Callable[[], None]) -> None:
+    def __init__(self, limits: Limits, say: Callable[[str], None], on_stop: Callable[[], None], note: str = "") -> None:
         self._limits = limits
         self._say = say
         self._tell = on_stop
+        self._note = note
         self._child = 0
         self._child_status: int | None = None
         self._stop_signal: int | None = None
@@ -94,7 +103,25 @@ class _Supervisor:
     def run(self, work: Callable[[], int]) -> int:
         become_subreaper()
         self._leftovers = Leftovers()
-        self._strangers = set(_descendants())
+        self._strangers = set(descendants([os.getpid()]))
+        name = run_name()
+        self._file = RunFile(name, self._note, self._leftovers.before)
+        if not self._file.kept:
+            self._say("no private folder for notes below TMPDIR: if this run is killed, its shared memory will stay")
+        # Whatever the run starts inherits its name, however far it gets from us.
+        with _in_environment(RUN_VARIABLE, name):
+            clean = self._fork_and_watch(work)
+        if not clean:
+            return 1
+        self._file.remove()
+        if self._stop_signal is not None:
+            return 128 + self._stop_signal
+        assert self._child_status is not None
+        code = os.waitstatus_to_exitcode(self._child_status)
+        return code if code >= 0 else 128 - code
+
+    def _fork_and_watch(self, work: Callable[[], int]) -> bool:
+        """Start the child, watch it, end what is left after it. False if some processes would not die."""
         parent = os.getpid()
         # Blocked before the fork, so that no signal falls between fork and wait.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
@@ -104,17 +131,11 @@ class _Supervisor:
         if self._child == 0:
             _child_main(work, old_mask, parent)
         try:
+            self._keep_notes(self._rest())
             self._watch()
-            clean = self._end_the_rest()
+            return self._end_the_rest()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        if not clean:
-            return 1
-        if self._stop_signal is not None:
-            return 128 + self._stop_signal
-        assert self._child_status is not None
-        code = os.waitstatus_to_exitcode(self._child_status)
-        return code if code >= 0 else 128 - code
 
     def _watch(self) -> None:
         """Until the child has ended, its time to unwind is over, or the user is in a hurry."""
@@ -133,7 +154,13 @@ class _Supervisor:
         if info is not None and info.si_signo in STOP_SIGNALS:
             self._on_stop(info)
         self._reap()
-        self._leftovers.look(self._rest(), time.monotonic())
+        rest = self._rest()
+        self._leftovers.look(_pids(rest), time.monotonic())
+        self._keep_notes(rest)
+
+    def _keep_notes(self, rest: list[Process]) -> None:
+        child = next((process for process in rest if process.pid == self._child), None)
+        self._file.keep(child, rest, self._leftovers.ours())
 
     def _on_stop(self, info: signal.struct_siginfo) -> None:
         if self._stop_signal is not None:
@@ -142,7 +169,7 @@ class _Supervisor:
             return
         self._stop_signal = info.si_signo
         self._tell()
-        self._leftovers.look(self._rest(), time.monotonic(), force=True)
+        self._leftovers.look(_pids(self._rest()), time.monotonic(), force=True)
         name = "Ctrl-C" if info.si_signo == signal.SIGINT else signal.Signals(info.si_signo).name
         self._say(f"{name}: stopping, at most 20 s (once more to kill at once)")
         # The terminal has sent its Ctrl-C to the child as well.
@@ -167,15 +194,15 @@ class _Supervisor:
         self._reap()
         rest = self._rest()
         if rest:
-            self._leftovers.look(rest, time.monotonic(), force=True)
+            self._leftovers.look(_pids(rest), time.monotonic(), force=True)
         if rest and not self._hurry:
             self._signal(rest, signal.SIGTERM)
-            rest = self._until_gone(self._limits.terminate_s, lambda pids: None)
+            rest = self._until_gone(self._limits.terminate_s, lambda rest: None)
         if rest:
             # What is started while its parent is being killed is killed in the next round.
-            rest = self._until_gone(self._limits.kill_s, lambda pids: self._signal(pids, signal.SIGKILL), True)
+            rest = self._until_gone(self._limits.kill_s, lambda rest: self._signal(rest, signal.SIGKILL), True)
         if rest:
-            self._say(f"processes that would not end: {', '.join(map(str, rest))}")
+            self._say(f"processes that would not end: {', '.join(map(str, _pids(rest)))}")
         removed, left = self._leftovers.remove()
         if removed and self._stop_signal is None:
             self._say(f"removed {len(removed)} leftover shared-memory and socket files")
@@ -183,7 +210,9 @@ class _Supervisor:
             self._say(f"left alone, as it is not known whose they are: {', '.join(left)}")
         return not rest
 
-    def _until_gone(self, seconds: float, again: Callable[[list[int]], None], killing: bool = False) -> list[int]:
+    def _until_gone(
+        self, seconds: float, again: Callable[[list[Process]], None], killing: bool = False
+    ) -> list[Process]:
         deadline = time.monotonic() + seconds
         while (rest := self._rest()) and time.monotonic() < deadline and (killing or not self._hurry):
             again(rest)
@@ -194,14 +223,30 @@ class _Supervisor:
             self._reap()
         return rest
 
-    def _rest(self) -> list[int]:
+    def _rest(self) -> list[Process]:
         """Everything that ``work`` has started and that still lives."""
-        return [pid for pid in _descendants() if pid not in self._strangers]
+        return [process for process in descendants([os.getpid()]) if process not in self._strangers]
 
-    def _signal(self, pids: list[int], signum: int) -> None:
-        for pid in pids:
+    def _signal(self, processes: list[Process], signum: int) -> None:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signum)
+                os.kill(process.pid, signum)
+
+
+@contextlib.contextmanager
+def _in_environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def _pids(processes: list[Process]) -> list[int]:
+    return [process.pid for process in processes]
 
 
 def become_subreaper() -> bool:
@@ -211,30 +256,6 @@ def become_subreaper() -> bool:
 
 def _prctl(option: int, value: int) -> bool:
     return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
-
-
-def _descendants() -> list[int]:
-    """Pids of all living descendants of this process, zombies left out, from one pass over /proc."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                stat = file.read()
-        except OSError:
-            continue
-        # The command name in parentheses may hold spaces and parentheses of its own.
-        state, ppid = stat[stat.rindex(b")") + 2 :].split()[:2]
-        if state not in (b"Z", b"X"):
-            children.setdefault(int(ppid), []).append(int(name))
-    found: list[int] = []
-    todo = [os.getpid()]
-    while todo:
-        fresh = children.get(todo.pop(), [])
-        found += fresh
-        todo += fresh
-    return found
 
 
 def _child_main(work: Callable[[], int], mask: set[signal.Signals] | set[int], parent: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from war_rl.analysis import TurnTimes, turn_times
+from war_rl.files import append_whole
 from war_rl.types import TrajectoryId, TrajectoryRecord, TurnRecord
 
 logger = logging.getLogger(__name__)
@@ -217,8 +218,7 @@ class TraceWriter:
         if path.exists() and path.stat().st_size + len(text) > self._half:
             os.replace(path, self._folder / OLD_FILE)
         # JSON as json.dumps writes it is ASCII, so characters are bytes.
-        with path.open("a", encoding="ascii") as file:
-            file.write(text)
+        append_whole(path, text.encode("ascii"))
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

@@ -96,7 +96,9 @@ def test_the_run_answers_as_agent_loop_workers_do() -> None:
     state.records += step_trace(trajectories=2).records
     state.running += step_trace(trajectories=1).records
     state.records[1].status = "failed"
-    client = SimpleNamespace(publisher=SimpleNamespace(counters={"feed_items": 3.0}))
+    client = SimpleNamespace(
+        publisher=SimpleNamespace(counters={"feed_items": 3.0}), link=SimpleNamespace(counters={"router_calls": 2.0})
+    )
     players = Players(client, state)
     (progress,) = players.war_call("war_progress", timeout=1.0)
     # Nine turns of 20, 21 and 20 tokens, three of each.
@@ -110,6 +112,6 @@ def test_the_run_answers_as_agent_loop_workers_do() -> None:
         "cached_tokens": 810,
         "errors": [],
     }
-    assert players.war_call("war_feed_counters") == [{"feed_items": 3.0}]
+    assert players.war_call("war_client_counters") == [{"feed_items": 3.0, "router_calls": 2.0}]
     assert [len(part) for part in players.war_call("war_take_records", False)] == [2]
     assert players.war_call("war_take_records", False) == [[]]

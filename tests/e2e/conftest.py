@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.support.tiny_run import stock_loop_validation, tiny_model
-from tests.support.training import Run, run_training
+from tests.support.training import Run, find, run_training
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +63,4 @@ def grpo_vllm(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def _kill_an_engine(process: psutil.Process) -> None:
-    engines = [p for p in process.children(recursive=True) if "VLLM::EngineCore" in " ".join(p.cmdline())]
-    assert engines, "no engine process found"
-    engines[0].kill()
+    find(process, "VLLM::EngineCore")[0].kill()

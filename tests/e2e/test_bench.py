@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_run import tiny_model
+from tests.support.training import Run, run_command
 from war_rl.traces.readers.war import dump_trajectory
 from war_rl.types import TrajectoryId
 
@@ -36,13 +38,17 @@ def write_trace(path: Path) -> None:
             dump_trajectory(path, identity, prompt_ids=prompt, response_ids=text.tolist(), response_mask=mask)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    folder = tmp_path_factory.mktemp("bench")
+def bench_command(folder: Path) -> list[str]:
     write_trace(folder / "trace.jsonl")
     command = [sys.executable, "-m", "war_rl", "bench", "rollout", "--preset", "low-load", "--sides", "war,vllm"]
     command += ["--trace", str(folder / "trace.jsonl"), "--format", "war", "--model", str(tiny_model())]
-    command += ["--pairs", "2", "--kv-tokens", "2048", "--json", str(folder / "out.json")]
+    return [*command, "--kv-tokens", "2048"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    folder = tmp_path_factory.mktemp("bench")
+    command = [*bench_command(folder), "--pairs", "2", "--json", str(folder / "out.json")]
     command += ["--plot", str(folder / "out.png"), "--concurrency", "2", "--turns", "2"]
     done = subprocess.run(
         command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
@@ -94,3 +100,19 @@ def test_the_report_is_complete(finished: tuple[dict[str, Any], str, Path]) -> N
     from war_rl.bench.report import SCHEMA
 
     jsonschema.validate(report, SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("bench_interrupted")
+    # Many pairs: it must still be at work when the signal comes.
+    command = [*bench_command(folder), "--pairs", "50"]
+    return run_command(folder, command, when="engines are up", act=lambda process: process.send_signal(signal.SIGINT))
+
+
+def test_ctrl_c_ends_everything_and_leaves_nothing(interrupted: Run) -> None:
+    assert interrupted.code == 130, interrupted.output[-5000:]
+    assert 0 < interrupted.seconds_after_action < 20
+    assert len(interrupted.family) > 10  # Ray, two sides' servers and engines
+    assert interrupted.left_processes == []
+    assert interrupted.left_shared_memory == []

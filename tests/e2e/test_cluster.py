@@ -87,7 +87,7 @@ def in_cluster() -> list[str]:
 
 
 def test_our_command_joins_it_and_leaves_it_running(cluster, tmp_path):
-    run = run_training(tmp_path, *in_cluster(), environ={"RAY_ADDRESS": cluster.address})
+    run = run_training(tmp_path, *in_cluster(), environment={"RAY_ADDRESS": cluster.address})
     assert run.code == 0, run.output[-5000:]
     assert f"joining the Ray cluster at {cluster.address}" in run.output
     assert run.summary["status"] == "finished"
@@ -108,7 +108,7 @@ def test_verls_own_entry_point_trains_with_the_war_worker_group(cluster, tmp_pat
         "ray_kwargs.ray_init.num_gpus=null",
         f"hydra.run.dir={tmp_path}/hydra",
         command=command,
-        environ={"RAY_ADDRESS": cluster.address, "WAR_PLATFORM": "cpu", "VERL_PLATFORM": "cpu"},
+        environment={"RAY_ADDRESS": cluster.address, "WAR_PLATFORM": "cpu", "VERL_PLATFORM": "cpu"},
     )
     assert run.code == 0, run.output[-5000:]
     assert run.step(1)["war/sync/replicas"] == 2

@@ -8,6 +8,8 @@ import contextvars
 import functools
 import itertools
 import random
+import subprocess
+import sys
 import time
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -71,6 +73,43 @@ class LateLoop(GuessingLoop):
             else:
                 print("late turn: answered", flush=True)
         return await super().run(sampling_params, **kwargs)
+
+
+class SlowLoop(GuessingLoop):
+    """Each move takes a second: a rollout is long enough to be hit in its middle."""
+
+    async def _in_time(self, game: Any, what: str, call: Any) -> Any:
+        await asyncio.sleep(1.0)
+        return await super()._in_time(game, what, call)
+
+
+SANDBOX = """
+import mmap, os, time
+if os.fork():
+    os._exit(0)
+os.setsid()
+with open(f"/dev/shm/war-test-sandbox-{os.getpid()}", "wb+") as file:
+    file.truncate(4096)
+    view = mmap.mmap(file.fileno(), 4096)
+time.sleep(100_000)
+"""
+_started: list[Any] = []
+
+
+class SandboxLoop(GuessingLoop):
+    """Has a helper that is nobody's child, in a session of its own, with shared memory: as sandboxes have."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        if not _started:
+            _started.append(subprocess.Popen([sys.executable, "-c", SANDBOX, "sandbox"]))
+        return await super().run(sampling_params, **kwargs)
+
+
+class BlockingLoop(GuessingLoop):
+    """Calls something slow without await: nothing else of its process can go on."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        time.sleep(3600)
 
 
 FAULTS = ("raises", "hangs", "never ends", "overflows")

@@ -206,6 +206,18 @@ def test_war_round_trip_through_dump(tmp_path: Path) -> None:
     assert notes == {"trajectory without generated tokens skipped": 1}
 
 
+def test_a_line_that_a_killed_writer_cut_short_is_left_out_and_noted(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    war.dump_trajectory(path, IDENTITY, prompt_ids=[1], response_ids=[2], response_mask=[1])
+    whole = path.read_text()
+    path.write_text(whole + whole[:-9])
+    notes = Notes()
+    assert len(read_traces(path, "war", notes)) == 1 and sum(notes.values()) == 1
+    path.write_text(whole[:-9] + "\n" + whole)
+    with pytest.raises(TraceFormatError, match=r"w\.jsonl:1: expected one JSON object per line"):
+        read_traces(path, "war")
+
+
 def ids(trace: Trace) -> list[list[int]]:
     spans = [trace.prompt, *(span for turn in trace.turns for span in (turn.model, turn.env))]
     return [span.ids.tolist() for span in spans if isinstance(span, Tokens)]

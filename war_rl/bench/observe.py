@@ -45,6 +45,10 @@ class Players:
         self._taken = len(self._state.records)
         return records
 
+    def war_take_faults(self) -> dict[str, float]:
+        """As ``WarAgentLoopWorker.war_take_faults``: nothing is recorded here."""
+        return {}
+
     def war_client_counters(self) -> dict[str, float]:
         """As ``WarAgentLoopWorker.war_client_counters``."""
         publisher = getattr(self._client, "publisher", None)

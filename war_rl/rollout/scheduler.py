@@ -404,9 +404,9 @@ class GlobalScheduler:
         theta, home = self._theta_at(now), turn.trajectory.home
         if home is not None and not home.draining:
             wanted = need(turn.request.prompt_tokens, turn.trajectory.covered, self.expected_output(turn.request))
-            held = home.kv_running + home.shared.in_use(turn.trajectory.group)
+            in_use = home.kv_running + home.shared.in_use(turn.trajectory.group)
             return (
-                f"returns to {home.id}, where {home.running} turns run in {held} of "
+                f"returns to {home.id}, where {home.running} turns run in {in_use} of "
                 f"{home.kv_capacity:.0f} KV tokens, it needs {wanted} and {len(home.resumed)} wait"
             )
         held = ", ".join(

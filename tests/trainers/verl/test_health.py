@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 import ray
 
 from war_rl.trainers.verl import health
-from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, check_router, probe, raise_if_dead
+from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, check_router, probe, raise_if_dead, while_alive
 from war_rl.trainers.verl.router import RouterLost
 
 
@@ -75,3 +76,24 @@ def test_a_router_that_is_lost_stops_the_run(monkeypatch, answer, words):
     check_router(FakeRouter(True), 3.0)
     with pytest.raises(RouterLost, match=words):
         check_router(FakeRouter(answer), 3.0)
+
+
+def test_a_call_that_waits_for_a_dead_replica_is_given_up_with_its_cause():
+    never, looks = threading.Event(), []
+
+    def check():
+        looks.append(1)
+        if len(looks) == 3:
+            raise ReplicaDead("replica a is dead")
+
+    try:
+        with pytest.raises(ReplicaDead, match="replica a is dead"):
+            while_alive(never.wait, check, 0.01)
+    finally:
+        never.set()
+
+
+def test_a_call_that_returns_or_fails_is_itself():
+    assert while_alive(lambda: 7, lambda: None, 0.01) == 7
+    with pytest.raises(KeyError, match="x"):
+        while_alive(lambda: {}["x"], lambda: None, 0.01)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from war_rl.traces.model import Message, Text, TraceFormatError, Turn
+from war_rl.traces.model import Message, Notes, Text, TraceFormatError, Turn
 
 
 def read_text(path: Path) -> str:
@@ -28,18 +28,24 @@ def read_text(path: Path) -> str:
         raise TraceFormatError(path, 1, f"expected a whole gzip file ({error})") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(path: Path, cut: Notes | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each non-empty line of a JSONL file.
+
+    With ``cut``, a last line that does not end and is not JSON is noted there and left out: a killed writer's.
 
     Raises:
         TraceFormatError: a line is not JSON or not an object.
     """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    lines = read_text(path).split("\n")
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
+            if cut is not None and number == len(lines):
+                cut["last line cut short by its writer's death, skipped"] += 1
+                return
             raise TraceFormatError(path, number, f"expected one JSON object per line ({error.msg})") from error
         yield number, as_object(value, path, number, "the line")
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from war_rl.files import append_whole
 from war_rl.traces.model import Notes, Tokens, Trace, TraceFormatError, Turn
 from war_rl.traces.readers.common import as_object, field, json_lines, seconds
 from war_rl.types import TokenArray, TrajectoryId
@@ -93,17 +94,22 @@ def dump_trajectory(path: str | Path, trajectory: TrajectoryId, **record: Any) -
     """Append one finished trajectory to a file, made with its folders if missing. See :func:`encode_trajectory`.
 
     Give every process its own file: a line is written in one call, but only local disks keep such appends apart.
+
+    Raises:
+        OSError: the line could not be written as a whole; nothing of it stays.
     """
     line = encode_trajectory(trajectory, **record)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("ab", buffering=0) as out:
-        out.write(line.encode())
+    append_whole(target, line.encode())
 
 
 def read(path: Path, notes: Notes) -> Iterator[Trace]:
-    """Trajectories of one file, in file order; those in which the model generated nothing are skipped and noted."""
-    for line, record in json_lines(path):
+    """Trajectories of one file, in file order; those in which the model generated nothing are skipped and noted.
+
+    So is a last line that the writer's death cut short.
+    """
+    for line, record in json_lines(path, notes):
         version = field(record, "version", int, f"{VERSION}", path, line)
         if version != VERSION:
             raise TraceFormatError(path, line, f"expected version {VERSION}, got {version}")

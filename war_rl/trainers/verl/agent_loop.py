@@ -22,7 +22,9 @@ from war_rl.trainers.verl import textarena_loop  # noqa: F401 - registers the lo
 from war_rl.trainers.verl.client import WarClient
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
 from war_rl.trainers.verl.episodes import announce_text, count_progress, running_episode
+from war_rl.trainers.verl.loopwatch import LoopWatch
 from war_rl.trainers.verl.settings import war_config
+from war_rl.trainers.verl.workers import WorkerSilent, lost
 from war_rl.types import TrajectoryId, TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,9 @@ class WarAgentLoopWorker(_StockWorker):
         self._records: dict[bool, list[TrajectoryRecord]] = {False: [], True: []}
         self._running: dict[int, Episode] = {}
         self._recorder = _recorder(self._war.record_trajectories)
+        self._unrecorded = 0
+        self._said_unrecorded = False
+        self._watch: LoopWatch | None = None
 
     async def _run_agent_loop(
         self,
@@ -54,6 +59,8 @@ class WarAgentLoopWorker(_StockWorker):
         trace: bool = True,
         **kwargs: Any,
     ) -> Any:
+        if self._watch is None:
+            self._watch = LoopWatch(logger.error)
         identity = TrajectoryId(
             uid=str(kwargs["uid"]),
             session=int(kwargs.get("session_id", 0)),
@@ -95,7 +102,18 @@ class WarAgentLoopWorker(_StockWorker):
                 announce_text(self.llm_client, episode, [*outputs[-1].prompt_ids, *outputs[-1].response_ids])
         await super()._agent_loop_postprocess(output, validate, **kwargs)
         if episode is not None and self._recorder is not None:
-            self._recorder(episode.record, output if isinstance(output, list) else [output])
+            self._record(episode.record, output if isinstance(output, list) else [output])
+
+    def _record(self, record: TrajectoryRecord, outputs: list[Any]) -> None:
+        assert self._recorder is not None
+        try:
+            self._recorder(record, outputs)
+        except OSError as error:
+            # The trajectory is in the batch already: a full disk must not make its whole group a failed one.
+            self._unrecorded += 1
+            if not self._said_unrecorded:
+                self._said_unrecorded = True
+                logger.error("trajectories cannot be recorded in war.record_trajectories (said once): %s", error)
 
     def _describe(self, episode: Episode, outputs: list[Any]) -> None:
         record = episode.record
@@ -109,14 +127,24 @@ class WarAgentLoopWorker(_StockWorker):
     # ------------------------------------------------------------------ asked by the trainer
 
     def war_progress(self) -> dict[str, Any]:
-        """:func:`~war_rl.trainers.verl.episodes.count_progress` of the step so far."""
+        """:func:`~war_rl.trainers.verl.episodes.count_progress` of the step so far; ``oldest`` names the trajectories
+        that have been longest without an end of a turn (seconds, what they are at)."""
         finished = self._records[False] + self._records[True]
-        return count_progress(finished, [episode.record for episode in self._running.values()])
+        episodes = list(self._running.values())
+        return {
+            **count_progress(finished, [episode.record for episode in episodes]),
+            "oldest": sorted(map(_waited_for, episodes), reverse=True)[:3],
+        }
 
     def war_take_records(self, validate: bool) -> list[TrajectoryRecord]:
         """The finished trajectories since the last call."""
         records, self._records[validate] = self._records[validate], []
         return records
+
+    def war_take_faults(self) -> dict[str, float]:
+        """What went wrong since the last call without failing a trajectory."""
+        count, self._unrecorded = self._unrecorded, 0
+        return {"unrecorded_trajectories": float(count)}
 
     def war_client_counters(self) -> dict[str, float]:
         """Cumulative counters of this worker's feed and of its line to the router."""
@@ -132,10 +160,39 @@ class WarAgentLoopManager(AgentLoopManagerTQ):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(WarAgentLoopWorker)
 
+    def generate_sequences(self, prompts: Any) -> None:
+        """As verl's: hand the prompts out and return; but a worker that takes none is not waited for without end.
+
+        Raises:
+            WorkerLost: a worker is dead, or has not answered for ``war.fault.worker_timeout_s``.
+        """
+        chunks = prompts.chunk(len(self.agent_loop_workers))
+        limit = war_config(self.config).fault.worker_timeout_s
+        # As verl has it: a small batch may have fewer chunks than there are workers.
+        given = zip(self.agent_loop_workers, chunks, strict=False)
+        refs = [worker.generate_sequences.remote(chunk) for worker, chunk in given]
+        try:
+            ray.get(refs, timeout=limit)
+        except ray.exceptions.RayActorError as error:
+            raise lost("an agent-loop worker", error) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise WorkerSilent("an agent-loop worker", limit) from error
+
     def war_call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         """Call one method of every worker."""
         refs = [getattr(worker, method).remote(*args) for worker in self.agent_loop_workers]
         return list(ray.get(refs, timeout=timeout))
+
+
+def _waited_for(episode: Episode) -> tuple[float, str]:
+    """How long nothing has been heard of a running trajectory, in seconds, and where it is."""
+    record, turns = episode.record, episode.record.turns
+    since = turns[-1].started + turns[-1].queue_seconds + turns[-1].seconds if turns else 0.0
+    since = since or record.started - record.clock_offset
+    seconds = time.monotonic() - since
+    at_engine = episode.turns_started > len(turns)
+    where = f"turn {len(turns)} is generated, or held by the router" if at_engine else "in its loop or environment"
+    return seconds, f"{record.trajectory.uid}/{record.trajectory.session} for {seconds:.0f} s ({where})"
 
 
 def _recorder(folder: str) -> Callable[[TrajectoryRecord, list[Any]], None] | None:

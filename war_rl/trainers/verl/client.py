@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from contextvars import ContextVar
 from typing import Any
@@ -35,6 +36,31 @@ LEASE_TRIES = 3
 """How often a turn is asked for whose client the router has taken for dead although it lives."""
 
 _KEY: ContextVar[str] = ContextVar("war_turn_key", default="")
+
+
+class NonFiniteLogProbs(RuntimeError):
+    """A replica answered with log-probs that are NaN or infinite: its logits are, and its tokens are noise."""
+
+
+def check_log_probs(output: TokenOutput, turn: TurnRecord, episode: Episode | None) -> TokenOutput:
+    """The answer, if its log-probs are numbers. Without log-probs (``calculate_log_probs=False``) nothing is known.
+
+    Raises:
+        NonFiniteLogProbs: names the replica, the turn and its trajectory. Such a trajectory must not be trained on.
+    """
+    values = output.log_probs
+    # One pass in C over what is nearly always fine: a sum is finite only if every term is.
+    if not values or math.isfinite(sum(values)):
+        return output
+    bad = [i for i, value in enumerate(values) if not math.isfinite(value)]
+    if not bad:
+        return output
+    whose = f"trajectory {episode.trajectory.uid}/{episode.trajectory.session}" if episode else "no trajectory"
+    raise NonFiniteLogProbs(
+        f"replica {turn.replica or '(unknown)'} returned {len(bad)} of {len(values)} log-probs that are not finite "
+        f"(the first is {values[bad[0]]}, of token {bad[0]}) in turn {turn.turn} of {whose}: its logits are NaN or "
+        "infinite"
+    )
 
 
 class MeasuredClient(LLMServerClient):
@@ -74,7 +100,8 @@ class MeasuredClient(LLMServerClient):
     async def _generate(
         self, episode: Episode | None, turn: TurnRecord, request_id: str, prompt_ids: list[int], kwargs: dict[str, Any]
     ) -> TokenOutput:
-        return await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
+        output = await super().generate(request_id, prompt_ids=prompt_ids, **kwargs)
+        return check_log_probs(output, turn, episode)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         turn = _TURN.get()
@@ -135,6 +162,7 @@ class WarClient(MeasuredClient):
         token = _KEY.set(key)
         try:
             output = await LLMServerClient.generate(self, request_id, prompt_ids=prompt_ids, **kwargs)
+            check_log_probs(output, turn, episode)
             result = TurnResult(
                 generated_tokens=len(output.token_ids),
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),

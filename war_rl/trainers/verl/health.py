@@ -11,24 +11,36 @@ import glob
 import os
 import re
 import signal
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from war_rl.trainers.verl.router import RESTARTED, RouterLost
 
+T = TypeVar("T")
+
 
 class ReplicaDead(RuntimeError):
-    """A rollout replica is dead. The message holds the engine's own error."""
+    """Rollout replicas are dead, ``count`` of them. The message holds the engines' own errors."""
+
+    def __init__(self, message: str, count: int = 1) -> None:
+        super().__init__(message)
+        self.count = count
 
 
 @dataclass(frozen=True)
 class ReplicaHealth:
-    """One replica's state; ``cause`` says what is wrong with it, "" for a healthy one."""
+    """One replica's state; ``cause`` says what is wrong with it, "" for a healthy one.
+
+    ``silent``: it only has not answered, which a replica that is busy may not either.
+    """
 
     server_id: str
     cause: str
+    silent: bool = False
 
 
 def probe(server: Any) -> str:
@@ -80,14 +92,41 @@ def check_replicas(servers: dict[str, Any], timeout_s: float) -> list[ReplicaHea
     ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
     result = []
     for server_id, ref in refs.items():
+        silent = False
         try:
             cause = ray.get(ref, timeout=0)
         except ray.exceptions.GetTimeoutError:
-            cause = f"no answer for {timeout_s:g} s"
+            cause, silent = f"no answer for {timeout_s:g} s", True
         except ray.exceptions.RayError as error:
             cause = f"its actor is gone: {error}"
-        result.append(ReplicaHealth(server_id, cause))
+        result.append(ReplicaHealth(server_id, cause, silent))
     return result
+
+
+def while_alive(call: Callable[[], T], check: Callable[[], None], every_s: float) -> T:
+    """Result of ``call()``, run in a thread of its own, with ``check()`` called every ``every_s`` seconds meanwhile.
+
+    For calls that wait without end when a replica dies: what ``check`` raises ends the wait. The call is then left
+    behind; its thread keeps nobody from exiting.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="war-while-alive", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(every_s)
+        if thread.is_alive():
+            check()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def check_router(router: Any, timeout_s: float) -> None:
@@ -110,4 +149,4 @@ def raise_if_dead(health: list[ReplicaHealth]) -> None:
     """
     dead = [h for h in health if h.cause]
     if dead:
-        raise ReplicaDead("; ".join(f"rollout replica {h.server_id} is dead: {h.cause}" for h in dead))
+        raise ReplicaDead("; ".join(f"rollout replica {h.server_id} is dead: {h.cause}" for h in dead), len(dead))

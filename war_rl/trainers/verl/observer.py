@@ -20,12 +20,13 @@ from war_rl.board import BETWEEN, ROLLOUT, Board, Post
 from war_rl.config import WarConfig
 from war_rl.engine_page import ask_all
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
-from war_rl.progress import Progress, ProgressLine
+from war_rl.progress import MARK, Progress, ProgressLine
 from war_rl.trace import StepTrace, TraceWriter
 from war_rl.trainers.verl.health import ReplicaDead, check_replicas, check_router, raise_if_dead
 from war_rl.trainers.verl.link import COUNTERS as LINK_COUNTERS
-from war_rl.trainers.verl.looker import Looker
+from war_rl.trainers.verl.looker import LOOK_S, Looker
 from war_rl.trainers.verl.router import RouterLost
+from war_rl.trainers.verl.workers import Stall, WorkerLost, WorkerSilent, WorkerWatch, lost
 from war_rl.types import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class RolloutObserver:
         self._router = router
         self._is_war = is_war
         self._manager: Any = None
+        self._workers: WorkerWatch | None = None
+        self._stall = Stall(war.fault.stall_s)
         self._engine: dict[str, dict[str, float]] = {}
         self._spec: dict[str, dict[str, float]] = {}
         self._clients: list[dict[str, float]] = []
@@ -64,15 +67,18 @@ class RolloutObserver:
         self._began_unix = 0.0
         self._spent = 0.0
         self._next_health = 0.0
-        self._looker = Looker(
-            list(servers), router if is_war else None, lambda: self._call_workers("war_progress"), war.spec.max_running
-        )
+        self._next_look = 0.0
+        self._states: list[dict[str, Any]] = []
+        self._looker = Looker(list(servers), router if is_war else None, lambda: self._states, war.spec.max_running)
         self._prefill_s_per_token = 0.0
         self.records: list[TrajectoryRecord] = []
 
     def attach(self, manager: Any) -> None:
         """The agent-loop manager exists only once the trainer starts to fit."""
         self._manager = manager
+        workers = getattr(manager, "agent_loop_workers", None)
+        # The benchmark's manager is its own only worker.
+        self._workers = WorkerWatch(workers, self._war.fault.worker_timeout_s) if workers is not None else None
 
     def begin(self, label: str, total: int, validate: bool, step: int) -> None:
         """A rollout of ``total`` trajectories starts now."""
@@ -88,7 +94,11 @@ class RolloutObserver:
         self._total, self._validate = total, validate
         self._began, self._began_unix = time.monotonic(), time.time()
         self._spent = self._began - asked
-        self._next_health = self._began + self._war.fault.health_interval_s
+        self._stall.begin(self._began)
+        self._states = []
+        if self._workers is not None:
+            self._workers.forget()
+        self._next_look = self._next_health = self._began + self._war.fault.health_interval_s
 
     def poll(self) -> None:
         """Called often while trajectories come in.
@@ -96,18 +106,28 @@ class RolloutObserver:
         Raises:
             ReplicaDead: a replica died; names it and its engine's own error.
             RouterLost: the router died, or was started again.
-            RayActorError: an agent-loop worker died.
+            WorkerLost: an agent-loop worker died, or answers no more.
         """
         now = time.monotonic()
         if now >= self._next_health:
             self.check_health()
-            # Their trajectories would never come in, and nobody else asks.
-            self._call_workers("war_client_counters")
             self._next_health = time.monotonic() + self._war.fault.health_interval_s
+        if now >= self._next_look:
+            self._look(now)
+            self._next_look = time.monotonic() + LOOK_S
         if self._line is not None and not self._line.quiet:
             seen = self._looker.poll()
             if seen is not None:
                 self._line.update(seen)
+
+    def _look(self, now: float) -> None:
+        """Whether the workers live, and whether anything comes in; the display shows the same states."""
+        if self._workers is None:
+            self._states = self._call_workers("war_progress")
+        else:
+            self._states = self._workers.look()
+        if text := self._stall.look(now, self._states):
+            print(f"{MARK} {text}", flush=True)
 
     def check_health(self) -> None:
         """Raises:
@@ -118,13 +138,30 @@ class RolloutObserver:
         if self._is_war:
             check_router(self._router, self._war.fault.health_timeout_s)
 
-    def explain(self, error: BaseException) -> BaseException:
-        """What to report for a rollout that failed with ``error``: a dead replica, their own errors, or itself."""
+    def check_dead(self) -> None:
+        """Between rollouts, when replicas may be too busy to answer: raises only for what is dead for certain.
+
+        Raises:
+            ReplicaDead: a replica is.
+        """
+        raise_if_dead([h for h in check_replicas(self._servers, self._war.fault.health_timeout_s) if not h.silent])
+
+    def what_died(self) -> RuntimeError | None:
+        """The replica, router or agent-loop worker that is lost; None where all live."""
         try:
             self.check_health()
-        except (ReplicaDead, RouterLost) as dead:
+            self._ask_progress()
+        except (ReplicaDead, RouterLost, WorkerLost) as dead:
             return dead
-        errors = [text for state in self._call_workers("war_progress") for text in state["errors"]]
+        return None
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to report for a rollout that failed with ``error``: who died, the trajectories' errors, or itself."""
+        if isinstance(error, ReplicaDead | RouterLost | WorkerLost):
+            return error
+        if (dead := self.what_died()) is not None:
+            return dead
+        errors = [text for state in self._ask_progress() for text in state["errors"]]
         if not errors:
             return error
         return RuntimeError(f"{error} The trajectories failed with: {'; '.join(dict.fromkeys(errors))}")
@@ -153,6 +190,7 @@ class RolloutObserver:
                 logger.warning("trajectory %s failed: %s", name, record.error)
         prefix = "val/" if self._validate else ""
         merged = {**spec, **{f"{prefix}{_SENT.get(name, name)}": value for name, value in feed.items()}}
+        faults = add_up(self._call_workers("war_take_faults"))
         metrics = step_metrics(
             self.records,
             seconds=seconds,
@@ -165,6 +203,8 @@ class RolloutObserver:
             low_running=self._war.spec.max_running,
             saved={server_id: _net_saved(counts, prefix) for server_id, counts in drafted.items()},
         )
+        room = "war_val" if self._validate else "war"
+        metrics.update({f"{room}/fault/{name}": value for name, value in faults.items()})
         turns = [turn for record in self.records for turn in record.turns]
         prefill = engine.get("request_prefill_time_seconds", 0.0)
         self._prefill_s_per_token = prefill_seconds_per_token(turns, prefill)
@@ -212,10 +252,23 @@ class RolloutObserver:
     def _change(before: Mapping[str, dict[str, float]], after: Mapping[str, dict[str, float]]) -> dict[str, float]:
         return add_up(delta(before.get(server_id, {}), values) for server_id, values in after.items())
 
-    def _call_workers(self, method: str, *args: Any) -> list[Any]:
+    def _ask_progress(self) -> list[dict[str, Any]]:
+        """Every worker's progress; nothing where one is too busy to say."""
+        try:
+            return self._call_workers("war_progress", limit=_CALL_TIMEOUT_S)
+        except WorkerSilent:
+            return []
+
+    def _call_workers(self, method: str, *args: Any, limit: float = 0.0) -> list[Any]:
         if self._manager is None:
             return []
-        return list(self._manager.war_call(method, *args, timeout=_CALL_TIMEOUT_S))
+        limit = limit or self._war.fault.worker_timeout_s
+        try:
+            return list(self._manager.war_call(method, *args, timeout=limit))
+        except ray.exceptions.RayActorError as error:
+            raise lost("an agent-loop worker", error) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise WorkerSilent("an agent-loop worker", limit) from error
 
     def _elsewhere(self, label: str) -> Callable[[Progress, bool], None] | None:
         """Puts progress on the board that a display looks at, where there is one."""

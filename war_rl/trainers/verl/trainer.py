@@ -7,10 +7,13 @@ measured, polled and watched alike.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,7 +30,10 @@ from war_rl.config import to_dict
 from war_rl.progress import MARK, step_line
 from war_rl.summary import RunSummary, versions
 from war_rl.trace import TraceWriter
+from war_rl.trainers.verl import checkpoints
+from war_rl.trainers.verl.causes import NAMED, CheckpointFailed, WeightsNotFinite, describe, innermost
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
+from war_rl.trainers.verl.health import while_alive
 from war_rl.trainers.verl.monitoring import add_router
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
@@ -71,6 +77,7 @@ class WarTrainerSync(PPOTrainerSync):
             clock=time.monotonic,
             versions=versions(),
             extra={"war": to_dict(self._war)},
+            resume=config.trainer.resume_mode != "disable",
         )
 
     # ------------------------------------------------------------------ construction
@@ -107,6 +114,10 @@ class WarTrainerSync(PPOTrainerSync):
             trace.clear()
         board = self._board()
         self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace, board)
+        # A training worker waits without end for an engine that dies while it takes in weights.
+        self.checkpoint_manager.update_weights = functools.partial(
+            self._update_weights, self.checkpoint_manager.update_weights
+        )
 
     def _board(self) -> Board | None:
         """Where the command's display looks for progress, if it has one."""
@@ -115,6 +126,31 @@ class WarTrainerSync(PPOTrainerSync):
             text = "the command's machine does not share the run folder with this one: progress in plain lines"
             print(f"{MARK} {text}", flush=True)
         return board
+
+    def init(self) -> None:
+        try:
+            super().init()
+        except Exception as error:
+            self._end_badly(error)
+            raise
+
+    def _load_checkpoint(self) -> None:
+        trainer = self.config.trainer
+        if trainer.resume_mode == "auto":
+            done = checkpoints.repair(Path(trainer.default_local_dir), one_node=trainer.nnodes == 1)
+            if done:
+                print(f"{MARK} {done}", flush=True)
+        super()._load_checkpoint()
+        self._run.resumed_from(self.global_steps)
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir)
+        try:
+            super()._save_checkpoint()
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            one_node = self.config.trainer.nnodes == 1
+            text = checkpoints.failure(folder, self.global_steps, innermost(error), one_node)
+            raise CheckpointFailed(text) from error
 
     def get_llm_client(self) -> LLMServerClient:
         return self.llm_server_manager.get_client(client_cls=WarClient if self._is_war else MeasuredClient)
@@ -125,11 +161,30 @@ class WarTrainerSync(PPOTrainerSync):
         self._observe.attach(agent_loop_manager)
         try:
             super().fit(agent_loop_manager)
-        except BaseException as error:
-            self._run.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=str(error))
+        except KeyboardInterrupt as stop:
+            self._run.finish("interrupted", error=str(stop))
             self._observe.abandon()
             raise
+        except Exception as error:
+            # What fails between two rollouts (a weight update, say) may be the echo of something that died.
+            dead = None if isinstance(error, NAMED) else self._observe.what_died()
+            self._end_badly(dead or error)
+            self._observe.abandon()
+            if dead is not None:
+                raise dead from error
+            raise
         self._run.finish()
+
+    def _end_badly(self, error: Exception) -> None:
+        """Say why the run ends: in its summary, on the console, and as a metric."""
+        text, faults = describe(error)
+        self._run.finish("failed", error=text, faults=faults)
+        print(f"{MARK} the run ends: {text}", flush=True)
+        tracking = getattr(self, "logger", None)
+        if faults and tracking is not None:
+            # Whatever a logger has against it, it must not hide the cause.
+            with contextlib.suppress(Exception):
+                tracking.log(data=faults, step=self.global_steps)
 
     def prepare_step(self) -> dict[str, Any]:
         self._define_wandb_metrics()
@@ -174,10 +229,15 @@ class WarTrainerSync(PPOTrainerSync):
     def on_init_end(self) -> None:
         super().on_init_end()
         self._weights_updated(self.global_steps)
+        self._run.started(self.global_steps, self._sync_metrics)
 
     def on_step_end(self) -> None:
         super().on_step_end()
         self._weights_updated(self.global_steps)
+
+    def _update_weights(self, update: Any, *args: Any, **kwargs: Any) -> Any:
+        every = self._war.fault.health_interval_s
+        return while_alive(functools.partial(update, *args, **kwargs), self._observe.check_dead, every)
 
     def _weights_updated(self, step: int) -> None:
         if self._is_war:
@@ -201,6 +261,7 @@ class WarTrainerSync(PPOTrainerSync):
 
         Raises:
             RuntimeError: a replica has older weights, or others than the rest: samples would mix two policies.
+            WeightsNotFinite: a weight is NaN or infinite.
         """
         for server_id, state in zip(self._servers, states, strict=True):
             if state["version"] != step:
@@ -210,6 +271,12 @@ class WarTrainerSync(PPOTrainerSync):
                 )
         late = sum(int(state["late_turns"]) for state in states)
         sums = ray.get([server.war_weights.remote() for server in self._servers.values()], timeout=_CALL_TIMEOUT_S)
+        lost = sorted({name for mine in sums for name, value in mine.items() if not math.isfinite(value)})
+        if lost:
+            raise WeightsNotFinite(
+                f"after the weight update of step {self.global_steps} the engines hold weights that are not finite, "
+                f"first in {lost[0]}: training has diverged; resume from a checkpoint before it, with a lower rate"
+            )
         for server_id, mine in zip(self._servers, sums, strict=True):
             if mine != sums[0]:
                 wrong = [name for name in mine if mine[name] != sums[0].get(name)]
@@ -232,6 +299,8 @@ class WarTrainerSync(PPOTrainerSync):
         metrics.update(self._validation_metrics)
         metrics.update(self._sync_metrics)
         self._validation_metrics = {}
+        if unwritten := self._run.take_unwritten():
+            metrics["war/fault/unwritten_summaries"] = float(unwritten)
         self._tell(metrics)
         reward = metrics.get("critic/rewards/mean")
         if self._war.progress != "off":
