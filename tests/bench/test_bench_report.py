@@ -68,7 +68,7 @@ def test_the_document_has_what_the_schema_promises(tmp_path: Path) -> None:
     loaded = json.loads((tmp_path / "out.json").read_text())
     assert loaded == made
     assert set(SCHEMA["required"]) == set(loaded) == set(SCHEMA["properties"])
-    assert set(loaded["ratio"]) == {"median", "min", "max", "values"}
+    assert set(loaded["ratio"]) == {"median", "min", "max", "values", "interval"}
     assert (loaded["ratio"]["min"], loaded["ratio"]["median"], loaded["ratio"]["max"]) == (1.5, 1.55, 1.6)
     assert loaded["work_equal"] is True
     war = loaded["sides"]["war"]
@@ -96,7 +96,10 @@ def test_three_sides_are_each_compared_with_the_first() -> None:
     made = build_report([*runs(), *third], ["war", "vllm", "vllm+suffix"], **kwargs)
     assert made["ratios"]["vllm+suffix"]["median"] == 2.0
     assert made["ratio"] == made["ratios"]["vllm"]
-    assert "war / vllm+suffix throughput: 2.000 (min 2.000, max 2.000, 2 pairs)" in render_table(made)
+    assert (
+        "war / vllm+suffix throughput: 2.000 (min 2.000, max 2.000, 2 pairs, 95% interval 2.000 to 2.000)"
+        in render_table(made)
+    )
 
 
 def test_unequal_work_is_said_in_both() -> None:
@@ -115,7 +118,7 @@ def test_the_table() -> None:
     assert cells["generated tokens"] == ["1,000", "1,000"]
     assert cells["drafts"] == ["8", "-"]
     assert cells["replica imbalance"] == ["1.25", "1.25"]
-    assert "war / vllm throughput: 1.550 (min 1.500, max 1.600, 2 pairs)" in lines
+    assert "war / vllm throughput: 1.550 (min 1.500, max 1.600, 2 pairs, 95% interval 1.348 to 1.780)" in lines
     assert "work: equal (turns differs most, by 0.00%)" in lines
     assert "cut to fit the context: 2 trajectories lost 5 turns, 1,234 generated and 0 prompt tokens" in lines
     assert "note: tool time unknown: default_tool_seconds used (3 times)" in lines
@@ -207,7 +210,7 @@ def test_what_a_side_says_of_its_drafts_stands_beside_the_measured_ratio() -> No
     pytest.importorskip("jsonschema").validate(made, SCHEMA)
     lines = render_table(made).splitlines()
     assert next(line for line in lines if line.startswith("speed-up by drafts")).split()[-2:] == ["1.350", "-"]
-    at = lines.index("war / vllm throughput: 1.500 (min 1.500, max 1.500, 3 pairs)")
+    at = lines.index("war / vllm throughput: 1.500 (min 1.500, max 1.500, 3 pairs, 95% interval 1.500 to 1.500)")
     assert lines[at + 1] == "war, estimated: its drafts made it 1.350 times as fast (mean of 3)"
     assert "estimated" not in render_table(report())
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping
 
 import pytest
@@ -19,6 +21,7 @@ from war_rl.bench.stats import (
     measure,
     plan_rounds,
     plan_runs,
+    ratio_interval,
     side_labels,
     throughput_ratio,
     work_equal,
@@ -71,6 +74,32 @@ def test_a_drifting_machine_does_not_favour_a_side_that_meets_itself(cost: float
     assert ratio.min <= 1.0 + 1e-9 and ratio.max >= 1.0 - 1e-9
     total = {side: sum(run.seconds for run in runs if run.side == side) for side in "AB"}
     assert total["A"] == pytest.approx(total["B"])
+
+
+def of_seconds(**sides: list[float]) -> list[SideRun]:
+    return [SideRun(side, pair, s, WORK) for side, seconds in sides.items() for pair, s in enumerate(seconds)]
+
+
+def test_the_interval_is_that_of_two_samples_of_log_throughputs() -> None:
+    # Deviations of 0.01 on each side: pooled 0.01 * sqrt(2), standard error the same, t(0.975, 2) = 4.303.
+    runs = of_seconds(A=[math.exp(0.01), math.exp(-0.01)], B=[2 * math.exp(0.01), 2 * math.exp(-0.01)])
+    reach = math.exp(4.3027 * 0.01 * math.sqrt(2))
+    assert ratio_interval(runs, "A", "B") == pytest.approx((2 / reach, 2 * reach), rel=1e-4)
+    assert ratio_interval(of_seconds(A=[1.0], B=[2.0]), "A", "B") is None
+
+
+def test_the_interval_of_equal_sides_holds_one_as_often_as_it_says() -> None:
+    draw = random.Random(4)
+    trials, missed, outside = 2000, 0, 0
+    for _ in range(trials):
+        runs = of_seconds(**{side: [math.exp(draw.gauss(4.0, 0.03)) for _ in range(2)] for side in "AB"})
+        low, high = ratio_interval(runs, "A", "B") or (0.0, 0.0)
+        missed += not low <= 1.0 <= high
+        ratio = throughput_ratio(runs, "A", "B")
+        outside += not ratio.min <= 1.0 <= ratio.max
+    # Five standard deviations of 2,000 draws around 5 %; least to greatest of two pairs misses every second time.
+    assert abs(missed / trials - 0.05) < 5 * math.sqrt(0.05 * 0.95 / trials)
+    assert outside / trials > 0.4
 
 
 def test_unpaired_or_empty_runs_have_no_ratio() -> None:

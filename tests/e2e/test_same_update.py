@@ -40,8 +40,8 @@ def train(folder: Path, rollout: str, estimator: str) -> Run:
         "data.seed=7",
         # Two updates a step, so that it matters which samples are in which.
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        # Small enough that the greedy model does not fall into saying one letter for ever.
-        "actor_rollout_ref.actor.optim.lr=1e-4",
+        # Small enough that the greedy model does not fall into ending every turn at once.
+        "actor_rollout_ref.actor.optim.lr=1e-5",
         "trainer.total_training_steps=3",
         "trainer.save_freq=3",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]",

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from war_rl.bench.stats import (
+    CONFIDENCE,
     COUNTERS,
     WORK_TOLERANCE,
     SideRun,
     Spread,
     Work,
+    ratio_interval,
     throughput_ratio,
     work_equal,
     work_spread,
@@ -33,6 +35,17 @@ _SPREAD = {
         "min": _NUMBER,
         "max": _NUMBER,
         "values": {"type": "array", "items": _NUMBER, "description": "in order of measurement, one per pair"},
+    },
+}
+_RATIO = {
+    **_SPREAD,
+    "properties": {
+        **_SPREAD["properties"],
+        "interval": {
+            "type": "array",
+            "items": _NUMBER,
+            "description": f"where the ratio lies, at {CONFIDENCE:.0%}, by the spread of both sides' runs",
+        },
     },
 }
 _ESTIMATE = {
@@ -90,10 +103,10 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "version": {"const": VERSION},
         "sides": {"type": "object", "minProperties": 2, "additionalProperties": _SIDE},
-        "ratio": {**_SPREAD, "description": "first side's throughput over the second's, per pair; above 1 = faster"},
+        "ratio": {**_RATIO, "description": "first side's throughput over the second's, per pair; above 1 = faster"},
         "ratios": {
             "type": "object",
-            "additionalProperties": _SPREAD,
+            "additionalProperties": _RATIO,
             "description": "first side's throughput over each other side's, by the other side's name",
         },
         "work_equal": {"type": "boolean", "description": f"no kind of work differs by more than {WORK_TOLERANCE:.0%}"},
@@ -136,12 +149,12 @@ def build_report(
     """
     if len(sides) < 2:
         raise ValueError("a comparison needs two sides")
-    ratios = {other: throughput_ratio(runs, sides[0], other) for other in sides[1:]}
+    ratios = {other: _ratio(runs, sides[0], other) for other in sides[1:]}
     return {
         "version": VERSION,
         "sides": {side: _side([run for run in runs if run.side == side]) for side in sides},
-        "ratio": ratios[sides[1]].to_json(),
-        "ratios": {other: ratio.to_json() for other, ratio in ratios.items()},
+        "ratio": ratios[sides[1]],
+        "ratios": ratios,
         "work_equal": work_equal(runs),
         "work_spread": work_spread(runs),
         "machine": dict(machine),
@@ -241,13 +254,18 @@ def _count(value: float | None) -> str:
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
+def _ratio(runs: Sequence[SideRun], first: str, second: str) -> dict[str, Any]:
+    interval = ratio_interval(runs, first, second)
+    return {**throughput_ratio(runs, first, second).to_json(), **({"interval": list(interval)} if interval else {})}
+
+
 def _verdict(report: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
     lines = []
     for other, ratio in report["ratios"].items():
         pairs = len(ratio["values"])
         lines.append(
             f"{sides[0]} / {other} throughput: {ratio['median']:.3f} (min {ratio['min']:.3f}, max {ratio['max']:.3f}, "
-            f"{pairs} {'pair' if pairs == 1 else 'pairs'})"
+            f"{pairs} {'pair' if pairs == 1 else 'pairs'}{_interval(ratio)})"
         )
     lines.extend(_estimate_lines(report))
     worst = max(report["work_spread"], key=lambda kind: report["work_spread"][kind])
@@ -262,6 +280,13 @@ def _verdict(report: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
     lines.extend(_observer_lines(report))
     lines.extend(_workload_lines(report["workload"]))
     return lines
+
+
+def _interval(ratio: Mapping[str, Any]) -> str:
+    if "interval" not in ratio:
+        return ""
+    low, high = ratio["interval"]
+    return f", {CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
 
 
 def _estimate_lines(report: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -246,6 +247,31 @@ def throughput_ratio(runs: Sequence[SideRun], first: str, second: str) -> Spread
     if any(run.work.generated_tokens < 1 for side in by_side.values() for run in side.values()):
         raise ValueError("a run generated no tokens: no ratio")
     return Spread.of(by_side[first][p].throughput / by_side[second][p].throughput for p in sorted(pairs))
+
+
+CONFIDENCE = 0.95
+"""Of :func:`ratio_interval`."""
+
+
+def ratio_interval(runs: Sequence[SideRun], first: str, second: str) -> tuple[float, float] | None:
+    """Where the ratio lies by the spread of both sides' runs.
+
+    Student's two-sample interval of the mean log throughputs. Two runs a side already give one, if a wide one; a
+    pairwise interval would need more. What drifts between pairs counts as spread: rather too wide than too narrow.
+
+    Returns:
+        Its two ends, at :data:`CONFIDENCE`; None for fewer than two runs of a side.
+    """
+    from scipy.stats import t
+
+    a, b = ([math.log(run.throughput) for run in runs if run.side == side] for side in (first, second))
+    if min(len(a), len(b)) < 2:
+        return None
+    freedom = len(a) + len(b) - 2
+    squares = sum((x - statistics.fmean(side)) ** 2 for side in (a, b) for x in side)
+    error = math.sqrt(squares / freedom * (1 / len(a) + 1 / len(b)))
+    middle, reach = statistics.fmean(a) - statistics.fmean(b), float(t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    return math.exp(middle - reach), math.exp(middle + reach)
 
 
 def work_spread(runs: Sequence[SideRun]) -> dict[str, float]:
