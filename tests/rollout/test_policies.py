@@ -283,6 +283,8 @@ FLAT = {
     "prior_turns": 1.0,
     "prior_context_tokens": 260.0,
 }
+DEAR = {**FLAT, "prior_prefill_tokens_per_s": 100.0}
+"""To compute a prompt anew takes longer than a tool."""
 
 
 def test_cost_group_follows_its_prompt_until_spreading_is_cheaper():
@@ -304,7 +306,7 @@ def test_cost_group_follows_its_prompt_until_spreading_is_cheaper():
 
 
 def test_cost_admits_what_fits_and_resumes_before_new():
-    s = make("cost", replicas=1, kv=1000, admission_fill=1.0, admission_growth=0.0, **FLAT)
+    s = make("cost", replicas=1, kv=1000, admission_fill=1.0, admission_growth=0.0, **DEAR)
     # 160 + 100 expected = 260 each, 1000 hold three.
     requests = [turn(f"g{i}", 0) for i in range(5)]
     assert go(s, 0.0, *requests) == ["r0"] * 3 + [None, None]
@@ -331,6 +333,35 @@ def test_cost_nobody_overtakes_a_returning_turn_that_must_wait():
     assert [p.key for p in retire(s, hog, 3.0)] == ["large/0/1", "small/0/1", "new/0/0"]
 
 
+def test_cost_the_last_to_come_wait_where_all_have_grown_beyond_what_was_expected():
+    s = make("cost", replicas=1, kv=1300, admission_fill=1.0, admission_growth=0.0, **DEAR)
+    requests = [turn(name, 0) for name in ("a", "b", "c")]
+    assert go(s, 0.0, *requests) == ["r0"] * 3  # 260 each, of which the claims pay for 160
+    for request, generated in zip(requests, (100, 200, 100), strict=True):
+        done(s, request, 1.0, generated=generated)
+    # A turn is now expected to generate 133. 573, of 1300.
+    a = turn("a", 0, 1, tokens=440)
+    assert go(s, 1.1, a) == ["r0"]
+    # It would fit beside the running one, 573 + 403. But not beside b as well, which came first: 1300 - 976 - 360.
+    assert go(s, 1.2, turn("c", 0, 1, tokens=270)) == [None]
+    assert go(s, 1.3, turn("b", 0, 1, tokens=380)) == ["r0"]
+    assert [p.key for p in retire(s, a, 2.0)] == ["c/0/1"]
+
+
+@pytest.mark.parametrize(("tokens_per_s", "starts"), [(100.0, False), (100_000.0, True)])
+def test_cost_gives_up_idle_text_only_where_it_is_cheap_to_compute_again(tokens_per_s, starts):
+    s = make(
+        "cost", replicas=1, kv=700, admission_fill=1.0, admission_growth=0.0, idle_prior_s=1.0,
+        **{**FLAT, "prior_prefill_tokens_per_s": tokens_per_s},
+    )  # fmt: skip
+    a, b = turn("a", 0), turn("b", 0)
+    go(s, 0.0, a, b)
+    done(s, b, 0.9, generated=100)
+    # Three of 260 do not fit into 700. To give up what the one in its tool has written delays 2 turns by 1 s, or 1 ms;
+    # it lets one turn more run for the tool's second.
+    assert go(s, 1.0, turn("c", 0)) == (["r0"] if starts else [None])
+
+
 def test_cost_lets_one_larger_than_the_cache_run_alone():
     s = make("cost", replicas=1, kv=500, admission_growth=0.0, **FLAT)
     big = turn("big", 0, tokens=4000)
@@ -349,7 +380,7 @@ def test_cost_shared_prompt_is_promised_once():
 
 
 def test_cost_idle_promises_decay():
-    s = make("cost", replicas=1, kv=600, admission_fill=1.0, admission_growth=0.0, idle_prior_s=1.0, **FLAT)
+    s = make("cost", replicas=1, kv=600, admission_fill=1.0, admission_growth=0.0, idle_prior_s=1.0, **DEAR)
     a, b = turn("a", 0), turn("b", 0)
     go(s, 0.0, a, b)
     done(s, a, 1.0, generated=100)

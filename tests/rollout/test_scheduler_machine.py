@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if placement.reason == "sticky":
             assert within_running or replica.running == 1, "resumed above the bound beside another"
         elif placement.reason in ADMITTING:
-            held = replica.kv_admitted(self.scheduler._theta)
+            held = replica.kv_admitted(self.scheduler._theta, self.scheduler.tool_seconds)
             # Idle promises are read at most one twentieth of a tool time late.
             slack = 1.0 + replica.idle.total(self.scheduler._theta) * 0.06
             assert held <= replica.kv_capacity + slack or replica.running == 1, "admitted above the bound"
@@ -298,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for replica in self.scheduler._replicas.values():
             assert replica.numbers()[:5] == (0, 0, 0, 0, 0) and replica.work == 0
             assert replica.shared.tokens == 0 and not replica.shared._blocks and not replica.shared._groups
-            assert replica.kv_admitted(math.inf) == 0.0 and not replica.residency._held
+            assert replica.kv_admitted(math.inf, 0.0) == 0.0 and not replica.residency._held
             assert not replica.residency._unnamed
         assert not self.scheduler._turns and not self.scheduler._trajectories and not self.scheduler._groups
         assert len(self.scheduler.queue) == 0

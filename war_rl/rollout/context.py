@@ -96,7 +96,7 @@ class Context(Protocol):
         """None of the turns that want to return there fits: need not be looked at again until something changes."""
 
     def resumed(self, replica: ReplicaView) -> Iterator[TurnView]:
-        """Turns that want to return to this replica, oldest first."""
+        """Turns that want to return to this replica, those first whose trajectory came to live there first."""
 
     def homeless(self) -> Iterator[TurnView]:
         """Turns of trajectories that have run, but whose replica is lost or draining, oldest first."""
@@ -146,6 +146,10 @@ class Context(Protocol):
 
     def fits(self, turn: TurnView, replica: ReplicaView) -> bool:
         """Whether the KV of the running turns and this one fits, or nothing runs there."""
+
+    def seated(self, turn: TurnView, replica: ReplicaView) -> bool:
+        """Whether the KV of its trajectory fits beside that of all that came to live on this replica, its home, before
+        it: where trajectories grew beyond what was expected of them, the last to come have no seat."""
 
     def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
         """Whether the expected KV of everything admitted and this trajectory fits.

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LOOK_AROUND = 4
 """So many replicas with waiting turns are looked at for moves in one decision, or up to twice as many."""
+SEAT_GROWTH = 0.5
+"""Share of the growth that admission reserves for a trajectory which its seat needs: not all grow at once."""
 THETA_STEPS = 20
 """Idle promises decay in this many steps per usual tool time."""
 
@@ -96,7 +98,9 @@ class Planner:
             target.blocked_version = (target.version, self._owner.mean_outputs)
 
     def resumed(self, replica: ReplicaView) -> Iterator[TurnState]:
-        return (t for k, t in cast(ReplicaState, replica).resumed.items() if k not in self._placed)
+        line = [t for k, t in cast(ReplicaState, replica).resumed.items() if k not in self._placed]
+        line.sort(key=_seat)
+        return iter(line)
 
     def homeless(self) -> Iterator[TurnState]:
         return (t for k, t in self._owner.queue.homeless.items() if k not in self._placed and not _pinned(t))
@@ -186,6 +190,26 @@ class Planner:
         wanted = extra + _need(state, covered, self._owner.expected_output(turn.request))
         return target.kv_running + target.shared.in_use(trajectory.group) + wanted <= target.kv_capacity
 
+    def seated(self, turn: TurnView, replica: ReplicaView) -> bool:
+        target, state = cast(ReplicaState, replica), _state(turn)
+        if target.kv_capacity == math.inf:
+            return True
+        trajectory, facts = state.trajectory, self._facts(state)
+        covered = self._covers.get(trajectory.id, trajectory.covered)
+        own = _need(state, covered, facts.expected) + SEAT_GROWTH * facts.growth
+        left = target.kv_capacity - target.shared.tokens - own
+        spare = target.spare_idle(self._owner.tool_seconds)
+        output = self._owner.mean_outputs
+        for other in target.living.values():
+            if other is trajectory:
+                break
+            if other.running or other.waiting:
+                grown = max(other.context, other.prompt) + output[other.id.validate]
+                left -= grown - other.covered + SEAT_GROWTH * other.growth
+            elif not spare:
+                left -= target.idle.value(other.id, self._theta)
+        return left >= 0
+
     def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
         target, state = cast(ReplicaState, replica), _state(turn)
         if not self._is_open(target):
@@ -197,7 +221,7 @@ class Planner:
             # It would not fit beside nothing. Waiting for room would be waiting for ever.
             return True
         # One token of slack: what decays never quite reaches nothing.
-        if target.kv_admitted(self._theta) + charge <= target.kv_capacity + 1.0:
+        if target.kv_admitted(self._theta, self._owner.tool_seconds) + charge <= target.kv_capacity + 1.0:
             return True
         if target.id not in self._saved:
             target.rejected = (target.version, *self._stamp(state))
@@ -220,7 +244,7 @@ class Planner:
         return [r for r in self.replicas if (r.running == 0 or r.kv_running < r.kv_capacity) and not self._line(r)]
 
     def _is_open(self, replica: ReplicaState) -> bool:
-        return is_open(replica, self._line(replica), self._theta)
+        return is_open(replica, self._line(replica), self._theta, self._owner.tool_seconds)
 
     def _line(self, replica: ReplicaState) -> int:
         """How many turns wait to return there."""
@@ -395,6 +419,10 @@ def _pinned(turn: TurnState) -> bool:
 
 def _need(turn: TurnState, covered: int, expected: int) -> int:
     return need(turn.request.prompt_tokens, covered, expected)
+
+
+def _seat(turn: TurnState) -> tuple[int, int]:
+    return turn.trajectory.seat, turn.sequence
 
 
 def _index(replica: ReplicaState) -> int:

@@ -338,7 +338,7 @@ class GlobalScheduler:
         }
         for replica in replicas:
             bounded = replica.kv_capacity if replica.info.kv_tokens > 0 else 0.0
-            out[f"sched/replica/{replica.id}/kv_admitted"] = replica.kv_admitted(self._theta)
+            out[f"sched/replica/{replica.id}/kv_admitted"] = replica.kv_admitted(self._theta, self.tool_seconds)
             out[f"sched/replica/{replica.id}/kv_capacity"] = bounded
             out[f"sched/replica/{replica.id}/running"] = float(replica.running)
             out[f"sched/replica/{replica.id}/admitted"] = float(replica.admitted)
@@ -410,7 +410,8 @@ class GlobalScheduler:
                 f"{home.kv_capacity:.0f} KV tokens, it needs {wanted} and {len(home.resumed)} wait"
             )
         held = ", ".join(
-            f"{r.id} {r.kv_admitted(theta):.0f}/{r.kv_capacity:.0f}{' and turns wait to return' * bool(r.resumed)}"
+            f"{r.id} {r.kv_admitted(theta, self.tool_seconds):.0f}/{r.kv_capacity:.0f}"
+            f"{' and turns wait to return' * bool(r.resumed)}"
             for r in self._alive
         )
         kind = "moves" if turn.trajectory.ran else "begins"
@@ -536,7 +537,8 @@ class GlobalScheduler:
         stats.max_admitted = max(stats.max_admitted, stats.admitted)
         replica.work += trajectory.work
         self.sequence += 1
-        replica.last_first = self.sequence
+        replica.last_first = trajectory.seat = self.sequence
+        replica.living[trajectory.id] = trajectory
 
     def _detach(self, trajectory: TrajectoryState) -> None:
         """The trajectory leaves its replica; none of its turns runs there."""
@@ -546,6 +548,7 @@ class GlobalScheduler:
         if self._now is not None:
             self._touch(home, self._now)
         home.idle.remove(trajectory.id, self._theta)
+        del home.living[trajectory.id]
         home.shared.unclaim(trajectory.group)
         home.admitted -= 1
         self._stats[trajectory.id.validate].admitted -= 1
@@ -692,12 +695,16 @@ class GlobalScheduler:
     def open_at(self, theta: float) -> dict[str, ReplicaState]:
         """Replicas that could admit some trajectory. Kept between decisions; only what has changed is looked at."""
         if theta != self._open_at:
-            self._open = {r.id: r for r in self._alive if is_open(r, len(r.resumed), theta)}
+            self._open = {r.id: r for r in self._alive if is_open(r, len(r.resumed), theta, self.tool_seconds)}
             self._open_at = theta
         else:
             for name in self.queue.touched:
                 replica = self._replicas.get(name)
-                if replica is not None and not replica.draining and is_open(replica, len(replica.resumed), theta):
+                if (
+                    replica is not None
+                    and not replica.draining
+                    and is_open(replica, len(replica.resumed), theta, self.tool_seconds)
+                ):
                     self._open[name] = replica
                 else:
                     self._open.pop(name, None)

@@ -61,6 +61,7 @@ class IdleLedger:
         self._entries: dict[TrajectoryId, _Idle] = {}
         self._fresh: deque[_Idle] = deque()
         self._full = 0
+        self._amount = 0
         self._decayed = 0.0
         self._at = 0.0
         self._version = 0
@@ -69,12 +70,18 @@ class IdleLedger:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def amount(self) -> int:
+        """Sum over all entries, whatever their age."""
+        return self._amount
+
     def add(self, trajectory: TrajectoryId, amount: int, theta: float) -> None:
         """The trajectory has gone to its tool."""
         self.remove(trajectory, theta)
         entry = self._entries[trajectory] = _Idle(trajectory, max(theta, self._at), amount)
         self._fresh.append(entry)
         self._full += amount
+        self._amount += amount
 
     def value(self, trajectory: TrajectoryId, theta: float) -> float:
         """What the trajectory counts for now; 0 for an unknown one."""
@@ -88,6 +95,7 @@ class IdleLedger:
         entry = self._entries.pop(trajectory, None)
         if entry is None:
             return
+        self._amount -= entry.amount
         if entry.decaying:
             self._decayed -= self._weighed(entry, self._at)
         else:
@@ -286,6 +294,7 @@ class ReplicaState:
         "kv_growth",
         "kv_running",
         "last_first",
+        "living",
         "own_rates",
         "prefill_free_at",
         "prefilled",
@@ -324,6 +333,8 @@ class ReplicaState:
         """Prompt tokens it was given to compute so far."""
         self.idle = IdleLedger(patience)
         self.shared = SharedPrompts(info.block_size)
+        self.living: dict[TrajectoryId, TrajectoryState] = {}
+        """Trajectories that live here, in the order in which they came."""
         self.resumed: OrderedDict[str, TurnState] = OrderedDict()
         self.hit_rate = 1.0
         self.kv_capacity = 0.0
@@ -355,10 +366,25 @@ class ReplicaState:
         """The engine came back with another cache: nothing is resident."""
         self.residency = Residency(info.kv_tokens, info.block_size)
 
-    def kv_admitted(self, theta: float) -> float:
-        """Expected KV of the admitted trajectories, in tokens."""
-        idle = max(0.0, self.idle.total(theta) - self.idle_taken)
+    def kv_admitted(self, theta: float, tool_seconds: float) -> float:
+        """Expected KV of the admitted trajectories, in tokens; of those in their tools only where it is worth keeping."""
+        idle = 0.0 if self.spare_idle(tool_seconds) else max(0.0, self.idle.total(theta) - self.idle_taken)
         return self.kv_running + self.kv_growth + self.shared.tokens + idle
+
+    def spare_idle(self, tool_seconds: float) -> bool:
+        """Whether the text of trajectories in their tools is worth less than what could run in its place.
+
+        To compute it again delays the turn that comes back and all that run then. Its KV, for as long as a tool takes,
+        lets one more turn run, which slows the others down. Both are in seconds of trajectories.
+        """
+        count = len(self.idle)
+        if not count:
+            return False
+        rates = self.rates
+        usual = self.admitted * rates.turn_seconds / (rates.turn_seconds + tool_seconds)
+        running = max(self.running, usual)
+        lost = self.idle.amount / count * rates.prefill * (running + 1)
+        return lost < tool_seconds * rates.decode / (rates.decode + rates.interference * running)
 
     def numbers(self) -> Numbers:
         """What a tentative placement changes, for :meth:`restore`."""
@@ -428,6 +454,8 @@ class TrajectoryState:
     idle_since: float = -1.0
     migrations: int = 0
     moved_at_turn: int = -1
+    seat: int = 0
+    """Grows with every trajectory that comes to live somewhere."""
     visited: set[str] = field(default_factory=set)
     running: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
@@ -458,7 +486,7 @@ def need(prompt_tokens: int, covered: int, expected: int) -> int:
     return max(1, prompt_tokens - min(covered, prompt_tokens) + expected)
 
 
-def is_open(replica: ReplicaState, resumed: int, theta: float) -> bool:
+def is_open(replica: ReplicaState, resumed: int, theta: float, tool_seconds: float) -> bool:
     """Whether the replica could admit some trajectory: nobody waits to return, KV is left.
 
     A full batch is no reason to hold a turn: the engine's own queue serves first come first served, which lets all
@@ -466,4 +494,4 @@ def is_open(replica: ReplicaState, resumed: int, theta: float) -> bool:
     """
     if resumed:
         return False
-    return replica.running == 0 or replica.kv_admitted(theta) < replica.kv_capacity
+    return replica.running == 0 or replica.kv_admitted(theta, tool_seconds) < replica.kv_capacity

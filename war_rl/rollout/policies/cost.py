@@ -12,10 +12,13 @@ from war_rl.rollout.context import UPROOTED, Context, Policy, ReplicaView, TurnV
 class CostPolicy(Policy):
     """Order of service:
 
-    1. Turns that return to their replica, oldest first (a sandbox about to die first of all). They start while the KV
-       of the running turns fits. One that must wait moves if that saves ``migrate_margin_s`` and a factor
-       ``migrate_ratio`` of waiting and prefill, in a tool gap, at most ``migrate_max`` times; or, however often, where
-       its replica holds nothing of it any more, so that it would be computed anew anywhere.
+    1. Turns that return to their replica, those first whose trajectory came there first (a sandbox about to die first
+       of all). They start while the KV of the running turns fits, and while their trajectory has a seat: where
+       trajectories grew beyond what admission expected, those that came last wait until others have ended. Served in
+       the order of return instead, each would find its text thrown out for the others', and none would gain from its
+       cache. One that must wait moves if that saves ``migrate_margin_s`` and a factor ``migrate_ratio`` of waiting and
+       prefill, in a tool gap, at most ``migrate_max`` times; or, however often, where its replica holds nothing of it
+       any more, so that it would be computed anew anywhere.
     2. Turns whose replica is lost or draining: to the cheapest replica that admits them.
     3. New trajectories that have waited ``max_wait_s``, oldest first; then one probe per group; then longest expected
        first. Each goes to the cheapest replica that admits it. Where the first finds no room, none overtakes it.
@@ -42,7 +45,7 @@ class CostPolicy(Policy):
         ahead = 0
         for turn in self._by_urgency(home, context):
             # Who stands behind a turn that must wait, waits too: otherwise small turns would starve a large one.
-            if ahead == 0 and context.fits(turn, home):
+            if ahead == 0 and self._may_start(turn, home, context):
                 drafter = self._drafter_for(turn, home, context)
                 if drafter is None:
                     # Nothing is compared: the context is here, and it starts now. Costs are for those who look.
@@ -63,6 +66,14 @@ class CostPolicy(Policy):
                 ahead += 1
                 if ahead >= LOOK:
                     return
+
+    def _may_start(self, turn: TurnView, home: ReplicaView, context: Context) -> bool:
+        # Nothing runs: whoever has a seat is in a tool, and an engine that stands still helps nobody.
+        seated = home.running == 0 or context.seated(turn, home) or self._is_urgent(turn, context)
+        return seated and context.fits(turn, home)
+
+    def _is_urgent(self, turn: TurnView, context: Context) -> bool:
+        return self.config.sandbox_limit_s > 0 and context.sandbox_left(turn) < self.config.sandbox_urgency_s
 
     def _by_urgency(self, home: ReplicaView, context: Context) -> Iterator[TurnView]:
         if self.config.sandbox_limit_s <= 0:
