@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 LOOK_AROUND = 4
 """So many replicas with waiting turns are looked at for moves in one decision, or up to twice as many."""
-SEAT_GROWTH = 0.5
-"""Share of the growth that admission reserves for a trajectory which its seat needs: not all grow at once."""
 THETA_STEPS = 20
 """Idle promises decay in this many steps per usual tool time."""
 
@@ -196,16 +194,14 @@ class Planner:
             return True
         trajectory, facts = state.trajectory, self._facts(state)
         covered = self._covers.get(trajectory.id, trajectory.covered)
-        own = _need(state, covered, facts.expected) + SEAT_GROWTH * facts.growth
-        left = target.kv_capacity - target.shared.tokens - own
+        left = target.kv_capacity - target.shared.tokens - _need(state, covered, facts.expected)
         spare = target.spare_idle(self._owner.tool_seconds)
         output = self._owner.mean_outputs
         for other in target.living.values():
             if other is trajectory:
                 break
             if other.running or other.waiting:
-                grown = max(other.context, other.prompt) + output[other.id.validate]
-                left -= grown - other.covered + SEAT_GROWTH * other.growth
+                left -= max(other.context, other.prompt) + output[other.id.validate] - other.covered
             elif not spare:
                 left -= target.idle.value(other.id, self._theta)
         return left >= 0

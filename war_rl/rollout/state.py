@@ -367,7 +367,7 @@ class ReplicaState:
         self.residency = Residency(info.kv_tokens, info.block_size)
 
     def kv_admitted(self, theta: float, tool_seconds: float) -> float:
-        """Expected KV of the admitted trajectories, in tokens; of those in their tools only where it is worth keeping."""
+        """Expected KV of the admitted trajectories, in tokens; in tools only where it is worth keeping."""
         idle = 0.0 if self.spare_idle(tool_seconds) else max(0.0, self.idle.total(theta) - self.idle_taken)
         return self.kv_running + self.kv_growth + self.shared.tokens + idle
 
