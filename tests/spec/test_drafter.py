@@ -419,3 +419,22 @@ def test_seconds_saved_are_what_the_same_tokens_cost_without_drafts_by_the_step_
     # Three tokens would have been three steps of one token each.
     expected = 3 * CPU_TABLE.seconds(1) - CPU_TABLE.seconds(1 + len(draft))
     assert counters["val/decode_seconds_saved"] == pytest.approx(expected)
+
+
+def test_only_steps_in_which_every_request_decodes_teach_the_step_time_model() -> None:
+    drafter = make("budget")
+    a, b = [1, 2, 3], [4, 5, 6, 7]
+
+    def step(*rows: tuple[int, list[int], int], seconds: float = 0.02) -> int:
+        """Rows of (session, text, prompt tokens), each with one token sampled. Returns how often it has learned."""
+        drafter.propose([view(trajectory(s), text, prompt_tokens=n) for s, text, n in rows], seconds)
+        return drafter.model.observations
+
+    assert step((0, a, 2)) == 0  # its prompt was computed in this step, whose tokens nobody counted here
+    assert step((0, [*a, 8], 2)) == 1
+    # A second one comes: its prompt, of unknown share in the cache, is in the step.
+    assert step((0, [*a, 8, 9], 2), (1, b, 3), seconds=0.5) == 1
+    assert step((0, [*a, 8, 9, 10], 2), (1, [*b, 11], 3)) == 2
+    # The first has ended; it was in no step since.
+    assert step((1, [*b, 11, 12], 3)) == 3
+    assert drafter.model.outliers == 0

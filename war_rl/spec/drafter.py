@@ -109,7 +109,8 @@ class Drafter:
         self._best = 1.0
         self._running: dict[str, _Running] = {}
         self._serial = 0
-        self._last_tokens = 0
+        self._scheduled: dict[str, int] = {}
+        """Tokens that each request has in the step to come, if it is a decode step."""
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._sources: dict[tuple[str, str], str] = {}
         if self._on and index_factory is None:
@@ -149,7 +150,7 @@ class Drafter:
         self._observe(requests, step_seconds)
         self._corpus.ingest(until, self._unix_time)
         drafts = self._drafts(requests, ready)
-        self._last_tokens = len(requests) + sum(map(len, drafts))
+        self._scheduled = {r.key: 1 + len(draft) for r, draft in zip(requests, drafts, strict=True)}
         self._counts[self._prefix(requests) + "propose_seconds"] += self._clock() - began
         return drafts
 
@@ -210,18 +211,26 @@ class Drafter:
             self._corpus.leave(self._running.pop(key).entry)
 
     def _observe(self, requests: Sequence[RequestView], step_seconds: float | None) -> None:
-        """Teach the step-time model from pure decode steps: only their token count is known here."""
-        decode = bool(requests) and all(r.sampled and len(r.tokens) - r.sampled >= r.prompt_tokens for r in requests)
-        if step_seconds and self._last_tokens and decode:
+        """Teach the step-time model from pure decode steps: only their token count is known here.
+
+        A request that generated its first token in this step was prefilled in it.
+        """
+        scheduled = [self._scheduled.get(r.key, 0) for r in requests]
+        decode = all(
+            n and r.sampled and len(r.tokens) - r.sampled > r.prompt_tokens
+            for n, r in zip(scheduled, requests, strict=True)
+        )
+        if step_seconds and requests and decode:
             # A request that was aborted within the step was computed as well; the error is one step's and bounded.
             kv_tokens = float(sum(len(r.tokens) for r in requests))
-            self.model.observe(self._last_tokens, kv_tokens, step_seconds)
-            if self._last_tokens > len(requests):
+            tokens = sum(scheduled)
+            self.model.observe(tokens, kv_tokens, step_seconds)
+            if tokens > len(requests):
                 # The same tokens, one for each request and step, at this load.
                 steps = sum(r.sampled for r in requests) / len(requests)
                 model = self._step_time or self.model
                 plain = steps * model.seconds(len(requests), kv_tokens)
-                saved = plain - model.seconds(self._last_tokens, kv_tokens)
+                saved = plain - model.seconds(tokens, kv_tokens)
                 self._counts[self._prefix(requests) + "decode_seconds_saved"] += saved
 
     # -- choosing -----------------------------------------------------------------------------------------------
@@ -328,7 +337,7 @@ class Drafter:
         if not self._on:
             return False
         self._retire()
-        self._last_tokens = 0
+        self._scheduled = {}
         return self._corpus.ingest(self._clock() + self._slice_s, self._unix_time)
 
     def forget_group(self, group: GroupId) -> None:
