@@ -425,9 +425,11 @@ def test_only_steps_in_which_every_request_decodes_teach_the_step_time_model() -
     drafter = make("budget")
     a, b = [1, 2, 3], [4, 5, 6, 7]
 
-    def step(*rows: tuple[int, list[int], int], seconds: float = 0.02) -> int:
-        """Rows of (session, text, prompt tokens), each with one token sampled. Returns how often it has learned."""
-        drafter.propose([view(trajectory(s), text, prompt_tokens=n) for s, text, n in rows], seconds)
+    def step(*rows: tuple[int, list[int], int], sampled: int = 1, seconds: float = 0.02) -> int:
+        """Rows of (session, text, prompt tokens); the last one sampled so many. Returns how often it has learned."""
+        views = [view(trajectory(s), text, prompt_tokens=n) for s, text, n in rows]
+        views[-1].sampled = sampled
+        drafter.propose(views, seconds)
         return drafter.model.observations
 
     assert step((0, a, 2)) == 0  # its prompt was computed in this step, whose tokens nobody counted here
@@ -437,4 +439,7 @@ def test_only_steps_in_which_every_request_decodes_teach_the_step_time_model() -
     assert step((0, [*a, 8, 9, 10], 2), (1, [*b, 11], 3)) == 2
     # The first has ended; it was in no step since.
     assert step((1, [*b, 11, 12], 3)) == 3
+    # A prompt that is computed in two pieces: neither piece is a decode step.
+    assert step((1, [*b, 11, 12, 13], 3), (2, [1, 2], 4), sampled=0) == 3
+    assert step((1, [*b, 11, 12, 13, 14], 3), (2, [1, 2, 3, 4, 5], 4)) == 3
     assert drafter.model.outliers == 0
