@@ -57,3 +57,25 @@ def test_table_interpolates_and_goes_on() -> None:
     assert StepTable({1: 1.0, 2: 2.0}).seconds(4) == pytest.approx(4.0)
     with pytest.raises(ValueError, match="two points"):
         StepTable({1: 1.0})
+
+
+def test_what_verifying_costs_by_itself_is_not_put_down_to_the_tokens() -> None:
+    rng = np.random.default_rng(3)
+    model = StepTimeModel()
+    for _ in range(400):
+        running, drafted = int(rng.integers(1, 9)), int(rng.integers(0, 2)) * int(rng.integers(1, 13))
+        seconds = (0.1 + 0.001 * (running + drafted) + 0.03 * (drafted > 0)) * rng.normal(1.0, 0.01)
+        model.observe(running + drafted, 0.0, seconds, drafted > 0)
+    c = model.coefficients
+    assert c.verify == pytest.approx(0.03, abs=0.004) and c.per_token == pytest.approx(0.001, abs=0.0004)
+    assert model.seconds(8, 0.0, True) - model.seconds(8, 0.0) == pytest.approx(c.verify)
+
+
+def test_where_every_step_verifies_the_price_of_a_token_is_still_right() -> None:
+    rng = np.random.default_rng(4)
+    model = StepTimeModel()
+    for _ in range(400):
+        tokens = int(rng.integers(8, 40))
+        model.observe(tokens, 0.0, (0.13 + 0.001 * tokens) * rng.normal(1.0, 0.01), True)
+    assert model.coefficients.per_token == pytest.approx(0.001, abs=0.0003)
+    assert model.seconds(20, 0.0, True) == pytest.approx(0.15, rel=0.02)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of one engine step from what it computes: T(n, kv) = a + b*n + c*kv, fitted online."""
+"""Seconds of one engine step from what it computes: T(n, kv) = a + b*n + c*kv, and d more if it verifies drafts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ KV_SCALE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """``base`` seconds per step, ``per_token`` seconds per computed token, ``per_kv`` seconds per resident kv token."""
+    """``base`` seconds per step, ``per_token`` seconds per computed token, ``per_kv`` seconds per resident kv token,
+    ``verify`` seconds more for a step that verifies drafts, however many: other attention kernels, rejection sampling.
+    """
 
     base: float
     per_token: float
     per_kv: float
+    verify: float = 0.0
 
 
 class StepTimeModel:
@@ -39,8 +42,8 @@ class StepTimeModel:
 
     def __init__(self, base_seconds: float | None = None) -> None:
         self._decay = 0.5 ** (1.0 / HALF_LIFE)
-        self._matrix = np.zeros((3, 3))
-        self._vector = np.zeros(3)
+        self._matrix = np.zeros((4, 4))
+        self._vector = np.zeros(4)
         self._residual = 0.0
         self._base_prior = base_seconds
         self._rejected_in_a_row = 0
@@ -49,12 +52,15 @@ class StepTimeModel:
         base = base_seconds or 0.02
         self.coefficients = Coefficients(base, SHAPE_PRIOR * base, 0.0)
 
-    def seconds(self, tokens: float, kv_tokens: float = 0.0) -> float:
-        """Predicted seconds of a step that computes ``tokens`` over ``kv_tokens`` resident tokens."""
-        c = self.coefficients
-        return c.base + c.per_token * tokens + c.per_kv * kv_tokens
+    def seconds(self, tokens: float, kv_tokens: float = 0.0, verify: bool = False) -> float:
+        """Predicted seconds of a step that computes ``tokens`` over ``kv_tokens`` resident tokens.
 
-    def observe(self, tokens: float, kv_tokens: float, seconds: float) -> None:
+        ``verify``: whether drafts are among the tokens.
+        """
+        c = self.coefficients
+        return c.base + c.per_token * tokens + c.per_kv * kv_tokens + c.verify * verify
+
+    def observe(self, tokens: float, kv_tokens: float, seconds: float, verify: bool = False) -> None:
         """Learn from one step. Steps of other kinds (prefill, a wait in between) must be left out by the caller.
 
         Raises:
@@ -65,8 +71,8 @@ class StepTimeModel:
         if self._base_prior is None:
             self._base_prior = seconds / (1.0 + SHAPE_PRIOR * tokens)
             self._fit()
-        clipped = self._clip(seconds, self.seconds(tokens, kv_tokens))
-        row = np.array([1.0, tokens, kv_tokens * KV_SCALE])
+        clipped = self._clip(seconds, self.seconds(tokens, kv_tokens, verify))
+        row = np.array([1.0, tokens, kv_tokens * KV_SCALE, float(verify)])
         self._matrix = self._matrix * self._decay + np.outer(row, row)
         self._vector = self._vector * self._decay + row * clipped
         self.observations += 1
@@ -88,10 +94,10 @@ class StepTimeModel:
         """Ridge towards the prior; a coefficient that comes out negative is left out and the rest fitted again."""
         base = self._base_prior or 0.02
         # The prior speaks about the ratio and the level at one point, weakly about each alone.
-        prior = np.array([base, SHAPE_PRIOR * base, 0.0])
-        ridge = np.diag([PRIOR_WEIGHT, 16.0 * PRIOR_WEIGHT, PRIOR_WEIGHT]) * 0.25
-        active = [0, 1, 2]
-        solution = np.zeros(3)
+        prior = np.array([base, SHAPE_PRIOR * base, 0.0, 0.0])
+        ridge = np.diag([PRIOR_WEIGHT, 16.0 * PRIOR_WEIGHT, PRIOR_WEIGHT, PRIOR_WEIGHT]) * 0.25
+        active = [0, 1, 2, 3]
+        solution = np.zeros(4)
         while active:
             index = np.ix_(active, active)
             solution[:] = 0.0
@@ -100,7 +106,9 @@ class StepTimeModel:
             if not negative:
                 break
             active = [i for i in active if i != min(negative, key=lambda i: solution[i])]
-        self.coefficients = Coefficients(float(solution[0]), float(solution[1]), float(solution[2] * KV_SCALE))
+        self.coefficients = Coefficients(
+            float(solution[0]), float(solution[1]), float(solution[2] * KV_SCALE), float(solution[3])
+        )
 
 
 class StepTable:
@@ -112,8 +120,8 @@ class StepTable:
         self._tokens = np.array(sorted(points), dtype=np.float64)
         self._seconds = np.array([points[int(n)] for n in self._tokens])
 
-    def seconds(self, tokens: float, kv_tokens: float = 0.0) -> float:
-        """Seconds of a step that computes ``tokens``; ``kv_tokens`` is ignored."""
+    def seconds(self, tokens: float, kv_tokens: float = 0.0, verify: bool = False) -> float:
+        """Seconds of a step that computes ``tokens``; the others are ignored."""
         upper = int(np.clip(np.searchsorted(self._tokens, tokens), 1, len(self._tokens) - 1))
         (n0, n1), (t0, t1) = self._tokens[upper - 1 : upper + 1], self._seconds[upper - 1 : upper + 1]
         return float(t0 + (t1 - t0) * (tokens - n0) / (n1 - n0))

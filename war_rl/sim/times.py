@@ -50,8 +50,9 @@ class StepTimes:
         if self.base + self.per_token <= 0.0:
             raise ValueError("step times: base and per_token are both 0, so that a step would take no time")
 
-    def seconds(self, tokens: float, kv_tokens: float = 0.0) -> float:
-        """A decode step of ``tokens`` over ``kv_tokens``; the interface of :class:`StepTimeModel`."""
+    def seconds(self, tokens: float, kv_tokens: float = 0.0, verify: bool = False) -> float:
+        """A decode step of ``tokens`` over ``kv_tokens``; the interface of :class:`StepTimeModel`. What verifying costs
+        by itself is not modelled."""
         return self.base + self.per_token * tokens + self.per_kv * kv_tokens
 
     def prefill(self, tokens: float, before: float) -> float:

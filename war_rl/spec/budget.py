@@ -33,7 +33,12 @@ FITTED_STEPS = 16
 
 
 class StepTime(Protocol):
-    def seconds(self, tokens: float, kv_tokens: float = 0.0) -> float: ...
+    def seconds(self, tokens: float, kv_tokens: float = 0.0, verify: bool = False) -> float: ...
+
+
+def _per_token(running: int, kv_tokens: float, model: StepTime) -> float:
+    """Seconds of one draft token more in a step that verifies anyway."""
+    return model.seconds(running + 1, kv_tokens, True) - model.seconds(running, kv_tokens, True)
 
 
 @dataclass(slots=True)
@@ -73,8 +78,7 @@ class Budget:
     def hopeless(running: int, kv_tokens: float, model: StepTime, best: float) -> bool:
         """Whether even a token whose chance is ``best`` would cost more than it brings: then the lengths could only be
         zero, and nobody need predict."""
-        plain = model.seconds(running, kv_tokens)
-        return running * (model.seconds(running + 1, kv_tokens) - plain) >= best * plain
+        return running * _per_token(running, kv_tokens, model) >= best * model.seconds(running, kv_tokens)
 
     def choose(self, reach: Sequence[Sequence[float]], running: int, kv_tokens: float, model: StepTime) -> list[int]:
         """Draft length of each request.
@@ -88,10 +92,10 @@ class Budget:
         regime = self._regime(running)
         plain = model.seconds(running, kv_tokens)
         base_rate = running / plain
-        per_token = max(model.seconds(running + 1, kv_tokens) - plain, 0.0)
+        per_token = max(_per_token(running, kv_tokens, model), 0.0)
         rate = max(regime.rate, base_rate)
         lengths, expected, count = self._above(reach, rate * per_token)
-        reached = (running + expected) / model.seconds(running + count, kv_tokens)
+        reached = (running + expected) / model.seconds(running + count, kv_tokens, count > 0)
         gain = reached / base_rate - 1.0
         if count == 0 or gain < (STOP_GAIN if regime.drafting else START_GAIN):
             lengths, reached = [0] * len(reach), base_rate

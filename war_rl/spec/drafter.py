@@ -224,13 +224,14 @@ class Drafter:
             # A request that was aborted within the step was computed as well; the error is one step's and bounded.
             kv_tokens = float(sum(len(r.tokens) for r in requests))
             tokens = sum(scheduled)
-            self.model.observe(tokens, kv_tokens, step_seconds)
-            if tokens > len(requests):
+            verify = tokens > len(requests)
+            self.model.observe(tokens, kv_tokens, step_seconds, verify)
+            if verify:
                 # The same tokens, one for each request and step, at this load.
                 steps = sum(r.sampled for r in requests) / len(requests)
                 model = self._step_time or self.model
                 plain = steps * model.seconds(len(requests), kv_tokens)
-                saved = plain - model.seconds(tokens, kv_tokens)
+                saved = plain - model.seconds(tokens, kv_tokens, verify)
                 self._counts[self._prefix(requests) + "decode_seconds_saved"] += saved
 
     # -- choosing -----------------------------------------------------------------------------------------------
@@ -365,6 +366,7 @@ class Drafter:
             "running": len(self._running),
             "step_base_s": fitted.base,
             "step_per_token_s": fitted.per_token,
+            "step_verify_s": fitted.verify,
             "step_outliers": self.model.outliers,
         }
 
