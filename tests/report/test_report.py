@@ -15,6 +15,7 @@ import pytest
 from tests.support.records import step_trace
 from tests.support.summaries import write_run
 from war_rl.report.build import build, main, report
+from war_rl.report.charts import line_charts
 from war_rl.report.findings import is_anything_broken, is_it_helping, where_does_time_go, why_is_a_step_slow
 from war_rl.report.timeline import choose_steps, timeline
 from war_rl.summary import load_summary
@@ -74,6 +75,13 @@ def test_the_stacks_of_the_time_chart_add_up_to_the_rollout(run: Path) -> None:
     seconds = [e["metrics"]["war/rollout/seconds"] for e in load_summary(run)["steps"]]
     assert np.sum([d["y"] for d in figure["data"]], axis=0) == pytest.approx(seconds)
     assert figure["layout"]["barmode"] == "stack"
+
+
+@pytest.mark.parametrize(("last", "apart"), [(2, 1), (11, 1), (12, 2), (1000, 100)])
+def test_ticks_are_at_whole_steps_and_few(last: int, apart: int) -> None:
+    steps = [{"step": n, "metrics": {"war/rollout/tokens_per_s": 1.0}} for n in range(1, last + 1)]
+    axis = line_charts({"run": {"steps": steps}})["throughput"]["layout"]["xaxis"]
+    assert (axis["tick0"], axis["dtick"]) == (1, apart)
 
 
 def test_the_timeline_holds_every_turn_once_on_its_replica_and_no_bars_overlap() -> None:

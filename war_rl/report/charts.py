@@ -11,6 +11,8 @@ from war_rl.types import SOURCES
 
 Summary = Mapping[str, Any]
 Figure = dict[str, Any]
+MOST_TICKS = 10
+"""Along the axis of steps."""
 
 COLOURS = {
     "dispatch": "#bdbdbd",
@@ -46,7 +48,7 @@ def _layout(title: str, unit: str, **more: Any) -> dict[str, Any]:
         "title": {"text": title, "font": {"size": 15}, "x": 0.02},
         "margin": {"l": 60, "r": 20, "t": 45, "b": 40},
         "height": 320,
-        "xaxis": {"title": {"text": "step"}, "dtick": None, "tickformat": "d"},
+        "xaxis": {"title": {"text": "step"}, "tickformat": "d"},
         "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
         "legend": {"orientation": "h", "y": -0.25},
         "hovermode": "x unified",
@@ -84,7 +86,17 @@ def time_chart(runs: Mapping[str, Summary]) -> Figure:
                     "marker": {"color": COLOURS[kind]},
                 }
             )
-    return {"data": data, "layout": layout}
+    return _whole_steps({"data": data, "layout": layout})
+
+
+def _whole_steps(figure: Figure) -> Figure:
+    """Ticks at whole steps only: where there are few, plotly would put some in between, with a rounded number."""
+    steps = [x for trace in figure["data"] for x in trace["x"]]
+    if steps:
+        apart = max(1, -(-(max(steps) - min(steps)) // MOST_TICKS))
+        for axis in [name for name in figure["layout"] if name.startswith("xaxis")]:
+            figure["layout"][axis] |= {"tick0": min(steps), "dtick": apart}
+    return figure
 
 
 def _lines(runs: Mapping[str, Summary], wanted: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -138,5 +150,5 @@ def line_charts(runs: Mapping[str, Summary]) -> dict[str, Figure]:
     for place, (title, unit, wanted) in charts.items():
         data = _lines(runs, wanted)
         if data:
-            out[place] = {"data": data, "layout": _layout(title, unit)}
+            out[place] = _whole_steps({"data": data, "layout": _layout(title, unit)})
     return out
