@@ -192,19 +192,27 @@ class Planner:
         target, state = cast(ReplicaState, replica), _state(turn)
         if target.kv_capacity == math.inf:
             return True
-        trajectory, facts = state.trajectory, self._facts(state)
-        covered = self._covers.get(trajectory.id, trajectory.covered)
-        left = target.kv_capacity - target.shared.tokens - _need(state, covered, facts.expected)
-        spare = target.spare_idle(self._owner.tool_seconds)
-        output = self._owner.mean_outputs
-        for other in target.living.values():
-            if other is trajectory:
-                break
-            if other.running or other.waiting:
-                left -= max(other.context, other.prompt) + output[other.id.validate] - other.covered
-            elif not spare:
-                left -= target.idle.value(other.id, self._theta)
-        return left >= 0
+        trajectory = state.trajectory
+        own = _need(state, self._covers.get(trajectory.id, trajectory.covered), self._facts(state).expected)
+        return self._before(target).get(trajectory.seat, 0.0) + target.shared.tokens + own <= target.kv_capacity
+
+    def _before(self, target: ReplicaState) -> dict[int, float]:
+        """For the seat of each trajectory that lives there, the KV tokens of those that came before it, their groups'
+        claims left out. What a decision places changes nothing about it, so it is kept until something happens there;
+        idle promises decay meanwhile, and are read anew once in a usual tool time."""
+        key = (target.version, int(self._theta))
+        if target.seats[0] != key:
+            output = self._owner.mean_outputs
+            spare, total = target.spare_idle(self._owner.tool_seconds), 0.0
+            before: dict[int, float] = {}
+            for other in target.living.values():
+                before[other.seat] = total
+                if other.running or other.waiting:
+                    total += max(other.context, other.prompt) + output[other.id.validate] - other.covered
+                elif not spare:
+                    total += target.idle.value(other.id, self._theta)
+            target.seats = key, before
+        return target.seats[1]
 
     def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
         target, state = cast(ReplicaState, replica), _state(turn)

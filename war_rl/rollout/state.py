@@ -305,6 +305,7 @@ class ReplicaState:
         "running",
         "running_area",
         "running_train",
+        "seats",
         "shared",
         "since",
         "slots",
@@ -335,6 +336,8 @@ class ReplicaState:
         self.shared = SharedPrompts(info.block_size)
         self.living: dict[TrajectoryId, TrajectoryState] = {}
         """Trajectories that live here, in the order in which they came."""
+        self.seats: tuple[tuple[int, int], dict[int, float]] = ((-1, 0), {})
+        """What the planner knows of it: when that was, and the KV tokens of all that came before each of them."""
         self.resumed: OrderedDict[str, TurnState] = OrderedDict()
         self.hit_rate = 1.0
         self.kv_capacity = 0.0
