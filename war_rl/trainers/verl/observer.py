@@ -287,7 +287,7 @@ _SENT = {"feed_items": "feed_sent_items", "feed_tokens": "feed_sent_tokens"}
 
 # States of a drafter, not counts: summed over replicas as they are, or the worst of them.
 _GAUGES = ("bytes", "live_trees", "feed_pending", "running")
-_WORST = ("feed_lag_s", "ingest_max_s", "step_base_s", "step_per_token_s")
+_WORST = ("feed_lag_s", "ingest_max_s", "step_base_s", "step_per_token_s", "step_verify_s")
 
 
 def _net_saved(counts: Mapping[str, float], prefix: str) -> float:
