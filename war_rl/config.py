@@ -86,7 +86,8 @@ class SchedulerConfig:
     admission_growth: float = 0.35
     """Policy ``cost``: share of a trajectory's expected further growth that admission reserves. Unit: fraction."""
     idle_patience: float = 2.0
-    """A trajectory in a tool call keeps its full KV promise for this many usual tool times. Unit: usual tool times."""
+    """A trajectory in a tool call keeps its full KV promise for this many usual tool times, unless computing its text
+    anew costs less than what could run in its place. Unit: usual tool times."""
     idle_prior_s: float = 1.0
     """Usual time between two turns of a trajectory, believed until measured. Unit: seconds."""
     max_wait_s: float = 60.0

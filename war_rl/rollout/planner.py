@@ -96,9 +96,8 @@ class Planner:
             target.blocked_version = (target.version, self._owner.mean_outputs)
 
     def resumed(self, replica: ReplicaView) -> Iterator[TurnState]:
-        line = [t for k, t in cast(ReplicaState, replica).resumed.items() if k not in self._placed]
-        line.sort(key=_seat)
-        return iter(line)
+        line = cast(ReplicaState, replica).resumed.items()
+        return iter(sorted((t for k, t in line if k not in self._placed), key=_seat))
 
     def homeless(self) -> Iterator[TurnState]:
         return (t for k, t in self._owner.queue.homeless.items() if k not in self._placed and not _pinned(t))

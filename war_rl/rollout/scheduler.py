@@ -695,21 +695,20 @@ class GlobalScheduler:
     def open_at(self, theta: float) -> dict[str, ReplicaState]:
         """Replicas that could admit some trajectory. Kept between decisions; only what has changed is looked at."""
         if theta != self._open_at:
-            self._open = {r.id: r for r in self._alive if is_open(r, len(r.resumed), theta, self.tool_seconds)}
+            self._open = {r.id: r for r in self._alive if self._opens(r, theta)}
             self._open_at = theta
         else:
             for name in self.queue.touched:
                 replica = self._replicas.get(name)
-                if (
-                    replica is not None
-                    and not replica.draining
-                    and is_open(replica, len(replica.resumed), theta, self.tool_seconds)
-                ):
+                if replica is not None and not replica.draining and self._opens(replica, theta):
                     self._open[name] = replica
                 else:
                     self._open.pop(name, None)
         self.queue.touched.clear()
         return self._open
+
+    def _opens(self, replica: ReplicaState, theta: float) -> bool:
+        return is_open(replica, len(replica.resumed), theta, self.tool_seconds)
 
     @property
     def changes(self) -> int:

@@ -61,7 +61,8 @@ class IdleLedger:
         self._entries: dict[TrajectoryId, _Idle] = {}
         self._fresh: deque[_Idle] = deque()
         self._full = 0
-        self._amount = 0
+        self.amount = 0
+        """Sum over all entries, whatever their age."""
         self._decayed = 0.0
         self._at = 0.0
         self._version = 0
@@ -70,18 +71,13 @@ class IdleLedger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def amount(self) -> int:
-        """Sum over all entries, whatever their age."""
-        return self._amount
-
     def add(self, trajectory: TrajectoryId, amount: int, theta: float) -> None:
         """The trajectory has gone to its tool."""
         self.remove(trajectory, theta)
         entry = self._entries[trajectory] = _Idle(trajectory, max(theta, self._at), amount)
         self._fresh.append(entry)
         self._full += amount
-        self._amount += amount
+        self.amount += amount
 
     def value(self, trajectory: TrajectoryId, theta: float) -> float:
         """What the trajectory counts for now; 0 for an unknown one."""
@@ -95,7 +91,7 @@ class IdleLedger:
         entry = self._entries.pop(trajectory, None)
         if entry is None:
             return
-        self._amount -= entry.amount
+        self.amount -= entry.amount
         if entry.decaying:
             self._decayed -= self._weighed(entry, self._at)
         else:

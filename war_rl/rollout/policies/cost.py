@@ -79,10 +79,8 @@ class CostPolicy(Policy):
         if self.config.sandbox_limit_s <= 0:
             return context.resumed(home)
         turns = list(context.resumed(home))
-        left = {id(t): context.sandbox_left(t) for t in turns}
-        urgent = [t for t in turns if left[id(t)] < self.config.sandbox_urgency_s]
-        urgent.sort(key=lambda t: left[id(t)])
-        return iter(urgent + [t for t in turns if left[id(t)] >= self.config.sandbox_urgency_s])
+        urgent = sorted((t for t in turns if self._is_urgent(t, context)), key=context.sandbox_left)
+        return iter(urgent + [t for t in turns if not self._is_urgent(t, context)])
 
     def _move(
         self, turn: TurnView, home: ReplicaView, ahead: int, context: Context
