@@ -54,7 +54,7 @@ class Settings:
     """Longest prompt plus generation; longer trajectories are cut, and the cut reported. Unit: tokens."""
     tool_seconds: str = "zero"
     """``recorded``, ``zero``, a factor on the recorded times such as ``0.5x``, or made-up seconds such as ``0-2``."""
-    pairs: int = 4
+    pairs: int = 2
     """How often each side is measured. Unit: runs."""
     rounds: int = 2
     """How often the engines are started, each time in reversed order, while pairs last. Unit: starts."""
@@ -144,7 +144,7 @@ PRESETS: dict[str, tuple[str, Settings]] = {
     ),
     "no-repeat": (
         "text with nothing to reuse: what War-RL costs where it cannot help",
-        Settings(source="no-repeat", concurrency=2, groups=4, n=1, turns=4, kv_share=4.0),
+        Settings(source="no-repeat", concurrency=2, groups=8, n=1, turns=4, kv_share=4.0),
     ),
     "fits-in-cache": (
         # Every replica could hold all of it, so no placement can overflow one.
@@ -154,7 +154,7 @@ PRESETS: dict[str, tuple[str, Settings]] = {
 }
 """Name -> what it shows, and its settings. Sized for two replicas of a 135M model on two cores in ten minutes."""
 
-PACKAGED_GROUPS = {"low-load": 2, "high-load": 12, "mixed": 12, "fits-in-cache": 8}
+PACKAGED_GROUPS = {"low-load": 4, "high-load": 12, "mixed": 12, "fits-in-cache": 8}
 """Groups that a preset takes of the packaged recording, whose games are short beside what agents do elsewhere."""
 
 
