@@ -91,15 +91,13 @@ def test_the_timeline_holds_every_turn_once_on_its_replica_and_no_bars_overlap()
     decode = found["kinds"]["decode"]
     pairs = list(zip(unpack(decode["record"]), unpack(decode["turn"]), strict=True))
     assert sorted(pairs) == [(i, k) for i in range(40) for k in range(3)]
-    rows = unpack(decode["y"])[::3]
+    rows = unpack(decode["row"])
     for (record, turn), row in zip(pairs, rows, strict=True):
         replica = trace.records[record].turns[turn].replica
         lanes = next(r for r in found["replicas"] if r["name"] == replica)
         assert lanes["first"] <= row < lanes["first"] + lanes["lanes"] < found["rows"]
-    bars = [np.reshape(unpack(k["x"]), (-1, 3)) for k in found["kinds"].values()]
-    where = [np.reshape(unpack(k["y"]), (-1, 3)) for k in found["kinds"].values()]
-    every = sorted((w[0], b[0], b[1]) for bs, ws in zip(bars, where, strict=True) for b, w in zip(bs, ws, strict=True))
-    assert all(np.isnan(b[:, 2]).all() for b in bars)
+    bars = [[unpack(k[name]).tolist() for name in ("row", "begin", "end")] for k in found["kinds"].values()]
+    every = sorted(bar for columns in bars for bar in zip(*columns, strict=True))
     for (row, _, end), (next_row, begin, _) in pairwise(every):
         assert row != next_row or begin >= end - 1e-4
 

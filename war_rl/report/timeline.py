@@ -15,6 +15,8 @@ from war_rl.types import TrajectoryRecord
 KINDS = ("queue", "prefill", "decode", "environment")
 MAX_TURNS = 200_000
 """Turns drawn in one page over all of its steps; the slowest and the newest steps come first."""
+MOST_BARS = 20_000
+"""Bars drawn at once."""
 Segment = tuple[str, float, float, int, int]
 """Kind, begin and end in seconds of the rollout, record, index of the turn within the record."""
 
@@ -35,17 +37,23 @@ def _segments(trace: StepTrace, stay: Stay) -> Iterator[Segment]:
         last = ended
 
 
-def packed(values: Sequence[float] | np.ndarray[Any, Any], dtype: str = "f4") -> dict[str, str]:
-    """Numbers as plotly.js reads typed arrays: little-endian, in base64."""
+def packed(values: np.ndarray[Any, Any], dtype: str) -> dict[str, str]:
+    """Numbers for a typed array of the page's script: little-endian, in base64."""
     array = np.asarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
     return {"dtype": dtype, "bdata": base64.b64encode(array.tobytes()).decode()}
+
+
+def _columns(segments: Sequence[tuple[float, float, int, int, int]]) -> dict[str, dict[str, str]]:
+    table = np.asarray(segments, dtype=np.float64).reshape(-1, 5).T
+    types = {"begin": "f4", "end": "f4", "row": "i4", "record": "i4", "turn": "i4"}
+    return {name: packed(column, dtype) for (name, dtype), column in zip(types.items(), table, strict=True)}
 
 
 def timeline(trace: StepTrace) -> dict[str, Any]:
     """Arrays of a rollout for the page's script.
 
-    Each kind has ``x`` and ``y`` with three entries for each segment (begin, end, and a gap), and ``record`` and
-    ``turn`` with one. ``replicas`` says which lanes (rows of ``y``) belong to which replica.
+    Each kind has one entry for each segment in ``begin`` and ``end`` (seconds of the rollout), ``row``, ``record`` and
+    ``turn`` (its index within the record). ``replicas`` says which lanes (rows) belong to which replica.
     """
     placed = stays(trace.records)
     lanes: dict[str, int] = dict.fromkeys(trace.replicas, 1)
@@ -56,16 +64,11 @@ def timeline(trace: StepTrace) -> dict[str, Any]:
     for replica, count in lanes.items():
         base[replica] = top
         top += count + 1
-    columns: dict[str, tuple[list[float], list[float], list[int], list[int]]] = {k: ([], [], [], []) for k in KINDS}
-    nan = float("nan")
+    columns: dict[str, list[tuple[float, float, int, int, int]]] = {k: [] for k in KINDS}
     for stay in placed:
         row = base[stay.replica] + stay.lane
         for kind, begin, end, record, i in _segments(trace, stay):
-            x, y, owner, turn = columns[kind]
-            x += (begin, end, nan)
-            y += (row, row, nan)
-            owner.append(record)
-            turn.append(i)
+            columns[kind].append((begin, end, row, record, i))
     return {
         "step": trace.step,
         "validate": trace.validate,
@@ -74,10 +77,7 @@ def timeline(trace: StepTrace) -> dict[str, Any]:
         "total": trace.total,
         "rows": max(top, 1),
         "replicas": [{"name": name, "first": base[name], "lanes": lanes[name]} for name in lanes],
-        "kinds": {
-            kind: {"x": packed(x), "y": packed(y), "record": packed(owner, "i4"), "turn": packed(turn, "i4")}
-            for kind, (x, y, owner, turn) in columns.items()
-        },
+        "kinds": {kind: _columns(segments) for kind, segments in columns.items()},
         "records": [_about(record, trace) for record in trace.records],
     }
 
