@@ -192,8 +192,25 @@ class Planner:
         if target.kv_capacity == math.inf:
             return True
         trajectory = state.trajectory
+        if self._all_seated(target):
+            return True
         own = _need(state, self._covers.get(trajectory.id, trajectory.covered), self._facts(state).expected)
         return self._before(target).get(trajectory.seat, 0.0) + target.shared.tokens + own <= target.kv_capacity
+
+    def _all_seated(self, target: ReplicaState) -> bool:
+        """Whether all that live there fit together, from sums that are at hand: those of the running and idle ones.
+
+        What this decision has placed there is counted twice, as running and as waiting, which errs towards counting.
+        """
+        output = self._owner.mean_outputs
+        total = target.kv_running + target.shared.tokens
+        if total > target.kv_capacity:
+            return False
+        if not target.spare_idle(self._owner.tool_seconds):
+            total += target.idle.total(self._theta)
+        for turn in target.resumed.values():
+            total += _need(turn, turn.trajectory.covered, output[turn.trajectory.id.validate])
+        return total <= target.kv_capacity
 
     def _before(self, target: ReplicaState) -> dict[int, float]:
         """For the seat of each trajectory that lives there, the KV tokens of those that came before it, their groups'
@@ -224,11 +241,20 @@ class Planner:
             # It would not fit beside nothing. Waiting for room would be waiting for ever.
             return True
         # One token of slack: what decays never quite reaches nothing.
-        if target.kv_admitted(self._theta, self._owner.tool_seconds) + charge <= target.kv_capacity + 1.0:
+        if charge <= self._room(target) + 1.0:
             return True
         if target.id not in self._saved:
             target.rejected = (target.version, *self._stamp(state))
         return False
+
+    def _room(self, target: ReplicaState) -> float:
+        """KV tokens that may still be promised there; kept until something happens there, or idle promises decay."""
+        if target.id in self._saved:
+            return target.kv_capacity - target.kv_admitted(self._theta, self._owner.tool_seconds)
+        key = (target.version, self._theta)
+        if target.room[0] != key:
+            target.room = key, target.kv_capacity - target.kv_admitted(self._theta, self._owner.tool_seconds)
+        return target.room[1]
 
     def _stamp(self, turn: TurnState) -> tuple[float, str, int, int]:
         """All that an admission depends on, the replica left out."""
@@ -238,10 +264,22 @@ class Planner:
     def open_replicas(self, turn: TurnView | None = None) -> Sequence[ReplicaState]:
         if turn is None:
             return sorted(self._open.values(), key=_index)
-        saved, stamp = self._saved, self._stamp(_state(turn))
+        saved, stamp, least = self._saved, self._stamp(_state(turn)), self._least(_state(turn))
         return sorted(
-            (r for r in self._open.values() if r.rejected != (r.version, *stamp) or r.id in saved), key=_index
+            (
+                r
+                for r in self._open.values()
+                if (r.running == 0 or least <= self._room(r) + 1.0)
+                and (r.rejected != (r.version, *stamp) or r.id in saved)
+            ),
+            key=_index,
         )
+
+    def _least(self, turn: TurnState) -> int:
+        """What admitting the turn's trajectory would promise at least, wherever it goes: all but its first prompt."""
+        facts = self._facts(turn)
+        _, first = self._owner.first_prompt(turn)
+        return max(0, turn.request.prompt_tokens - first) + facts.expected + facts.growth
 
     def spare_replicas(self) -> Sequence[ReplicaState]:
         return [r for r in self.replicas if (r.running == 0 or r.kv_running < r.kv_capacity) and not self._line(r)]

@@ -298,6 +298,7 @@ class ReplicaState:
         "rejected",
         "residency",
         "resumed",
+        "room",
         "running",
         "running_area",
         "running_train",
@@ -334,6 +335,8 @@ class ReplicaState:
         """Trajectories that live here, in the order in which they came."""
         self.seats: tuple[tuple[int, int], dict[int, float]] = ((-1, 0), {})
         """What the planner knows of it: when that was, and the KV tokens of all that came before each of them."""
+        self.room: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)
+        """Likewise the KV tokens that may still be promised."""
         self.resumed: OrderedDict[str, TurnState] = OrderedDict()
         self.hit_rate = 1.0
         self.kv_capacity = 0.0
