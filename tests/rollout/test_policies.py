@@ -2,6 +2,7 @@
 """Each policy against examples worked out by hand."""
 
 from collections import Counter
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
@@ -303,6 +304,23 @@ def test_cost_group_follows_its_prompt_until_spreading_is_cheaper():
     # there and 1.005 elsewhere: the ninth is the first for which spreading is cheaper.
     assert later[:8] == [home] * 8
     assert later[8] != home
+
+
+def test_cost_sees_what_groups_placed_in_the_same_decision_share():
+    # Two groups with the same 992 first tokens, submitted in one instant. Each group's first member takes a replica;
+    # a further member then finds those tokens on both, and evens out the number of members.
+    s = make("cost", **FLAT, prior_decode_ms=1.0)
+    system = blocks("system", 62)
+    for group in "ab":
+        for i in range(4):
+            request = turn(group, i, tokens=1005, shared=62)
+            s.submit(replace(request, block_hashes=system + request.block_hashes[62:]), 0.0)
+    placements = s.decide(0.0)
+    assert Counter(p.replica_id for p in placements) == {"r0": 4, "r1": 4}
+    assert {p.replica_id for p in placements if p.key.startswith("a/")} == {"r0", "r1"}
+    second = next(p for p in placements if p.key == "a/1/0")
+    # Queue of 1.005 s and 0.013 s for its own tokens and 0.1 s beside one other, on either replica.
+    assert second.costs == pytest.approx({"r0": 1.118, "r1": 1.118})
 
 
 def test_cost_admits_what_fits_and_resumes_before_new():

@@ -163,8 +163,9 @@ class Context(Protocol):
         With ``turn``, without those that are known not to admit it.
         """
 
-    def spare_replicas(self) -> Sequence[ReplicaView]:
-        """Replicas where the KV of the running turns leaves room and no turn waits to return, whatever is promised."""
+    def spare_replicas(self, turn: TurnView) -> Sequence[ReplicaView]:
+        """Replicas where no turn waits to return and the KV of the running turns may leave room for this one, whatever
+        is promised."""
 
     def queue_cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> float:
         """Seconds until the replica begins with the turn.

@@ -12,7 +12,7 @@ from zlib import crc32
 from war_rl.rollout.context import ReplicaView, TurnView
 from war_rl.rollout.cost import Cost
 from war_rl.rollout.progress import Remaining
-from war_rl.rollout.state import Numbers, Placement, ReplicaState, TurnState, is_open, need
+from war_rl.rollout.state import Numbers, Placement, ReplicaState, TurnState, is_open, known_blocks, need
 from war_rl.types import GroupId, TrajectoryId
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LOOK_AROUND = 4
 """So many replicas with waiting turns are looked at for moves in one decision, or up to twice as many."""
+OUTPUT_STEPS = 20
+"""Blocked turns are looked at anew where the expected output of a turn has changed by one part in so many."""
 THETA_STEPS = 20
 """Idle promises decay in this many steps per usual tool time."""
 
@@ -57,10 +59,14 @@ class Planner:
         self._claimed: list[tuple[ReplicaState, GroupId]] = []
         self._begun: list[tuple[ReplicaState, GroupId]] = []
         self._siblings: dict[tuple[str, GroupId], int] = {}
+        self._coming: dict[str, set[int]] = {}
+        """By replica, the blocks of the first prompts placed there: other groups may share their beginning."""
         self._covers: dict[TrajectoryId, int] = {}
         self._resumed_left: dict[str, int] = {}
         self._known: dict[str, _Facts] = {}
         self._looking: set[str] = set()
+        self._spare: list[tuple[float, ReplicaState]] | None = None
+        """Replicas where no turn waits to return, and their KV tokens beside the running turns; until one is placed."""
         # Before anything is placed: what is kept between decisions must not see tentative numbers.
         self._open = dict(owner.open_at(self._theta))
         self._sequence = owner.sequence
@@ -76,12 +82,18 @@ class Planner:
         rounds = max(1, len(blocked) // LOOK_AROUND)
         at = self._owner.changes % rounds
         self._looking = {r.id for i, r in enumerate(blocked) if i % rounds == at}
-        output = self._owner.mean_outputs
+        output = self._roughly
         return [
             r
             for r in blocked
             if r.blocked_version != (r.version, output) or r.id in self._saved or r.id in self._looking
         ]
+
+    @property
+    def _roughly(self) -> tuple[int, int]:
+        """Expected output of a turn, coarse: every turn that ends moves it a little, and must not unblock them all."""
+        training, validation = self._owner.mean_outputs
+        return int(OUTPUT_STEPS * math.log(training)), int(OUTPUT_STEPS * math.log(validation))
 
     def look_around(self, replica: ReplicaView) -> bool:
         return replica.id in self._looking
@@ -93,7 +105,7 @@ class Planner:
     def still_blocked(self, replica: ReplicaView) -> None:
         target = cast(ReplicaState, replica)
         if target.id not in self._saved:
-            target.blocked_version = (target.version, self._owner.mean_outputs)
+            target.blocked_version = (target.version, self._roughly)
 
     def resumed(self, replica: ReplicaView) -> Iterator[TurnState]:
         line = cast(ReplicaState, replica).resumed.items()
@@ -165,12 +177,11 @@ class Planner:
         request = turn.request
         hashes = self._owner.hashes_of(request, target)
         held = target.residency.match(hashes, request.prompt_tokens, request.trajectory)
-        sibling = self._siblings.get((target.id, state.trajectory.group), 0)
-        if sibling:
-            held = max(
-                held, min(sibling, (request.prompt_tokens - 1) // target.info.block_size * target.info.block_size)
-            )
-        return held
+        coming = self._siblings.get((target.id, state.trajectory.group), 0)
+        size = target.info.block_size
+        if target.id in self._coming:
+            coming = max(coming, known_blocks(hashes, self._coming[target.id]) * size)
+        return max(held, min(coming, (request.prompt_tokens - 1) // size * size)) if coming else held
 
     def tree_size(self, replica: ReplicaView) -> int:
         return cast(ReplicaState, replica).residency.resident_blocks
@@ -203,7 +214,7 @@ class Planner:
         What this decision has placed there is counted twice, as running and as waiting, which errs towards counting.
         """
         output = self._owner.mean_outputs
-        total = target.kv_running + target.shared.tokens
+        total = float(target.kv_running + target.shared.tokens)
         if total > target.kv_capacity:
             return False
         if not target.spare_idle(self._owner.tool_seconds):
@@ -281,8 +292,14 @@ class Planner:
         _, first = self._owner.first_prompt(turn)
         return max(0, turn.request.prompt_tokens - first) + facts.expected + facts.growth
 
-    def spare_replicas(self) -> Sequence[ReplicaState]:
-        return [r for r in self.replicas if (r.running == 0 or r.kv_running < r.kv_capacity) and not self._line(r)]
+    def spare_replicas(self, turn: TurnView) -> Sequence[ReplicaState]:
+        state = _state(turn)
+        _, first = self._owner.first_prompt(state)
+        least = _need(state, first, self._owner.expected_output(turn.request))
+        if self._spare is None:
+            free = ((math.inf if r.running == 0 else r.kv_free, r) for r in self.replicas if not self._line(r))
+            self._spare = [(room, replica) for room, replica in free if room > 0]
+        return [replica for room, replica in self._spare if least <= room]
 
     def _is_open(self, replica: ReplicaState) -> bool:
         return is_open(replica, self._line(replica), self._theta, self._owner.tool_seconds)
@@ -347,6 +364,7 @@ class Planner:
 
     def _apply(self, turn: TurnState, target: ReplicaState, home: ReplicaState | None) -> None:
         self._save(target)
+        self._spare = None
         trajectory, request = turn.trajectory, turn.request
         facts = self._facts(turn)
         cached = self.cached(turn, target)
@@ -398,6 +416,7 @@ class Planner:
         covered = target.shared.claim(group, hashes, tokens)
         self._claimed.append((target, group))
         self._siblings[(target.id, group)] = covered
+        self._coming.setdefault(target.id, set()).update(hashes)
         return covered
 
     def _charge(self, turn: TurnState, target: ReplicaState) -> int:

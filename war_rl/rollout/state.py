@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from war_rl.rollout.cost import OwnRates, Rates, ReplicaRates
@@ -185,14 +185,7 @@ class SharedPrompts:
             return 0
         if not hashes:
             return tokens
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in self._blocks:
-                low = middle + 1
-            else:
-                high = middle
-        return (len(hashes) - low) * self._block
+        return (len(hashes) - known_blocks(hashes, self._blocks)) * self._block
 
     def claim(self, group: GroupId, hashes: Sequence[int], tokens: int) -> int:
         """One more member. Returns the tokens of its first prompt that are paid for by the claim."""
@@ -243,6 +236,11 @@ class SharedPrompts:
         if claim.running == 0:
             self._resting += claim.price
 
+    @property
+    def busy(self) -> int:
+        """Tokens that only the claims of groups with a running turn keep in the cache."""
+        return self.tokens - self._resting
+
     def in_use(self, group: GroupId) -> int:
         """Tokens that the claims of the groups with a running turn keep in the cache, if one of ``group`` ran too.
 
@@ -252,6 +250,18 @@ class SharedPrompts:
         claim = self._groups.get(group)
         more = claim.price if claim is not None and claim.running == 0 else 0
         return min(self.tokens, self.tokens - self._resting + more + self._common)
+
+
+def known_blocks(hashes: Sequence[int], known: Container[int]) -> int:
+    """How many of a prompt's blocks are known: as hashes are chained, a first part of it."""
+    low, high = 0, len(hashes)
+    while low < high:
+        middle = (low + high) // 2
+        if hashes[middle] in known:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -367,6 +377,11 @@ class ReplicaState:
     def rebuild_residency(self, info: ReplicaInfo) -> None:
         """The engine came back with another cache: nothing is resident."""
         self.residency = Residency(info.kv_tokens, info.block_size)
+
+    @property
+    def kv_free(self) -> float:
+        """KV tokens beside those of the running turns; a bit more than a turn may take (see SharedPrompts.in_use)."""
+        return self.kv_capacity - self.kv_running - self.shared.busy
 
     def kv_admitted(self, theta: float, tool_seconds: float) -> float:
         """Expected KV of the admitted trajectories, in tokens; in tools only where it is worth keeping."""

@@ -68,9 +68,10 @@ class CostPolicy(Policy):
                     return
 
     def _may_start(self, turn: TurnView, home: ReplicaView, context: Context) -> bool:
+        if not context.fits(turn, home):
+            return False
         # Nothing runs: whoever has a seat is in a tool, and an engine that stands still helps nobody.
-        seated = home.running == 0 or context.seated(turn, home) or self._is_urgent(turn, context)
-        return seated and context.fits(turn, home)
+        return home.running == 0 or context.seated(turn, home) or self._is_urgent(turn, context)
 
     def _is_urgent(self, turn: TurnView, context: Context) -> bool:
         return self.config.sandbox_limit_s > 0 and context.sandbox_left(turn) < self.config.sandbox_urgency_s
@@ -119,13 +120,12 @@ class CostPolicy(Policy):
         """
         if not context.in_tool_gap(turn):
             return None
-        spare = context.spare_replicas()
+        spare = context.spare_replicas(turn)
         if not spare:
             return None
         held = context.cached(turn, home)
-        for load, _, _, replica in sorted(
-            (context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(spare)
-        ):
+        loads = ((context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(spare))
+        for load, _, _, replica in sorted(loads):
             lost = (held - context.cached(turn, replica)) * replica.rates.prefill
             if lost <= UPROOT_SECONDS and context.fits(turn, replica):
                 return replica, {replica.id: load}
