@@ -193,7 +193,7 @@ class CostPolicy(Policy):
 UPROOT_SECONDS = 0.05
 """Prefill that a turn which must wait may lose by a move that is free. Unit: seconds."""
 TIE, TIE_SECONDS = 0.02, 0.002
-"""Costs that differ by less than this share and these seconds are equal. Of equals, a replica that drafts takes it, then
-one where fewer of its group live, then the one chosen longest ago."""
+"""Costs that differ by less than this share and these seconds are equal. Of equals, a replica that drafts takes it,
+then one where fewer of its group live, then the one chosen longest ago."""
 LOOK = 4
 """How many blocked turns of one replica, and how many targets for each, are looked at in one decision."""
