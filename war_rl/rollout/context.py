@@ -141,9 +141,6 @@ class Context(Protocol):
     def cached(self, turn: TurnView, replica: ReplicaView) -> int:
         """Prompt tokens the replica's cache would serve."""
 
-    def siblings(self, turn: TurnView, replica: ReplicaView) -> int:
-        """Trajectories of the turn's group that live there, what this decision places included."""
-
     def tree_size(self, replica: ReplicaView) -> int:
         """KV blocks the replica holds."""
 

@@ -169,11 +169,6 @@ class SharedPrompts:
         self.tokens = 0
         """Tokens of all distinct claimed blocks."""
 
-    def members(self, group: GroupId) -> int:
-        """Live members of the group."""
-        known = self._groups.get(group)
-        return known.members if known is not None else 0
-
     def covered(self, group: GroupId, hashes: Sequence[int], tokens: int) -> int | None:
         """Tokens of a member's first prompt that the group's claim pays for; None without a claim."""
         known = self._groups.get(group)
