@@ -17,12 +17,12 @@ from war_rl.sim.drafts import Acceptance
 from war_rl.sim.engine import EngineSettings
 from war_rl.sim.simulator import Setup, Simulation, simulate
 from war_rl.sim.times import StepTimes
-from war_rl.sim.work import Shape, from_items, make_work, working_set
+from war_rl.sim.work import Shape, SimTrajectory, SimTurn, from_items, make_work, working_set
 from war_rl.traces.workload import WorkItem, WorkTurn
 from war_rl.trainers.shell import SchedulerShell
 from war_rl.types import TrajectoryId
 
-TIMES = StepTimes(0.02, 0.001, 1e-6, 0.0005, send_s=0.003, return_s=0.002)
+TIMES = StepTimes(0.02, 0.001, 1e-6, 0.0005, send_s=0.003, return_s=0.002, alone=0.8)
 SHAPE = Shape(groups=6, n=4, turns=4, system=48, prompt=80, model=20, env=40, tool=0.3, max_context=1500)
 POLICIES = ("cost", "war", "sticky_least_inflight", "cache_aware", "round_robin")
 RATES = Acceptance(own=((1.5, 2.0), (2.5, 3.0)), sibling=((3.0, 4.0),))
@@ -33,6 +33,23 @@ def setup(policy="cost", share=0.4, **changes):
     kv = max(1600, int(share * working_set(work, 16) / 2))
     scheduler = SchedulerConfig(policy=policy, idle_prior_s=0.3, war_threshold=8)
     return work, replace(Setup(2, EngineSettings(kv, 16, 16, 256), TIMES, scheduler), **changes)
+
+
+def test_a_replica_that_works_alone_has_the_machine_to_itself():
+    # Steps of 1 s while both work, of half a second alone. One turn of 5 tokens and one of 11: five steps beside each
+    # other (the first of them prefill), then six alone. A third trajectory, begun when the first has ended, finds the
+    # other at work again.
+    def one(uid: str, *turns: SimTurn) -> SimTrajectory:
+        return SimTrajectory(TrajectoryId(uid, 0, 1), 16, turns, ((int(uid) << 24, 8),))
+
+    times = StepTimes(1.0, 0.0, alone=0.5)
+    how = Setup(2, EngineSettings(1600, 16), times, SchedulerConfig(policy="round_robin"))
+    short, long = one("1", SimTurn(5, 0, 0.0)), one("2", SimTurn(11, 0, 0.0))
+    assert simulate(how, [short, long]).seconds == pytest.approx(5 * 1.0 + 6 * 0.5)
+    assert simulate(replace(how, replicas=1), [short]).seconds == pytest.approx(5.0)  # No neighbour, nothing to share.
+    back = one("1", SimTurn(5, 0, 2.0), SimTurn(2, 0, 0.0))
+    # Its tool takes 2 s, four steps of the other; its two further steps are beside the other's last two.
+    assert simulate(how, [back, long]).seconds == pytest.approx(5 * 1.0 + 4 * 0.5 + 2 * 1.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -33,13 +33,17 @@ COLUMNS = ("base", "per_token", "per_kv", "per_prefill", "per_prefill_kv", "turn
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """``running`` trajectories per replica at once, each of ``turns`` turns: lengths in tokens."""
+    """``running`` trajectories per replica at once, each of ``turns`` turns: lengths in tokens.
+
+    ``alone``: one replica has them, and the others nothing to do.
+    """
 
     running: int
     prompt: int
     generated: int
     turns: int = 1
     env: int = 0
+    alone: bool = False
 
 
 PROBES = (
@@ -57,6 +61,9 @@ PROBES = (
     Probe(1, 768, 1),
     Probe(1, 1536, 1),
     Probe(1, 3072, 1),
+    Probe(1, 64, 96, alone=True),
+    Probe(1, 2048, 48, alone=True),
+    Probe(1, 1536, 1, alone=True),
 )
 
 
@@ -99,10 +106,13 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list
     return found.tolist(), (matrix @ found / target - 1.0).tolist()
 
 
-def times_of(coefficients: Sequence[float], name: str, source: str) -> StepTimes:
+def times_of(coefficients: Sequence[float], name: str, source: str, alone: float = 1.0) -> StepTimes:
     """Fitted coefficients as step times; the time outside of the engine is shared equally by both ways."""
     base, per_token, per_kv, per_prefill, per_prefill_kv, turn = coefficients
-    return StepTimes(base, per_token, per_kv, per_prefill, per_prefill_kv, turn / 2.0, turn / 2.0, 0.0, name, source)
+    outside = {"send_s": turn / 2.0, "return_s": turn / 2.0}
+    return StepTimes(
+        base, per_token, per_kv, per_prefill, per_prefill_kv, **outside, alone=alone, name=name, source=source
+    )
 
 
 class Calibration(Bench):
@@ -151,7 +161,7 @@ class Calibration(Bench):
 
     def _work(self, probe: Probe, vocabulary: int) -> Workload:
         traces = no_repeat_traces(
-            groups=probe.running * self._settings.replicas,
+            groups=probe.running * (1 if probe.alone else self._settings.replicas),
             n=1,
             turns=probe.turns,
             prompt_tokens=probe.prompt,
@@ -167,16 +177,26 @@ class Calibration(Bench):
         return run
 
     def _fitted(self, side: str, runs: Sequence[tuple[Probe, SideRun]]) -> dict[str, Any]:
-        replicas = self._settings.replicas
-        rows = [row(probe, run.counters["engine_steps"] / replicas) for probe, run in runs]
-        coefficients, errors = fit(rows, [run.seconds for _, run in runs])
-        times = times_of(coefficients, side, f"war-rl bench calibrate, {Path(self._options.model).name}")
+        def replicas(probe: Probe) -> int:
+            return 1 if probe.alone else self._settings.replicas
+
+        rows = [row(probe, run.counters["engine_steps"] / replicas(probe)) for probe, run in runs]
+        seconds = [run.seconds for _, run in runs]
+        beside = [i for i, (probe, _) in enumerate(runs) if not probe.alone]
+        coefficients, _ = fit([rows[i] for i in beside], [seconds[i] for i in beside])
+        expected = np.array(rows) @ np.array(coefficients)
+        shares = [seconds[i] / expected[i] for i, (probe, _) in enumerate(runs) if probe.alone]
+        alone = float(np.median(shares)) if self._settings.replicas > 1 else 1.0
+        errors = [
+            e * (alone if p.alone else 1.0) / s - 1.0 for e, s, (p, _) in zip(expected, seconds, runs, strict=True)
+        ]
+        times = times_of(coefficients, side, f"war-rl bench calibrate, {Path(self._options.model).name}", alone)
         probes = [
             {
                 "probe": {name: getattr(probe, name) for name in Probe.__dataclass_fields__},
                 "seconds": run.seconds,
                 "engine_steps": run.counters["engine_steps"],
-                "error": error,
+                "error": float(error),
             }
             for (probe, run), error in zip(runs, errors, strict=True)
         ]
@@ -252,7 +272,8 @@ def main(argv: Sequence[str]) -> int:
         print(
             f"{side}: {1e3 * t['base']:.1f} ms a step + {1e3 * t['per_token']:.2f} ms a token + "
             f"{1e9 * t['per_kv']:.0f} ns a KV token, prefill {1e3 * t['per_prefill']:.2f} ms a token, "
-            f"{1e3 * (t['send_s'] + t['return_s']):.0f} ms a turn outside; worst error {found['worst_error']:.1%}"
+            f"{1e3 * (t['send_s'] + t['return_s']):.0f} ms a turn outside; {t['alone']:.2f} of it while the "
+            f"other replicas rest; worst error {found['worst_error']:.1%}"
         )
     print(f"result in {options.json}", flush=True)
     return 0

@@ -120,6 +120,9 @@ class Replica:
         self.drafts = drafts
         self.cache = BlockCache(settings.blocks)
         self.tally = Tally()
+        self.pace = 1.0
+        """What the seconds of the steps to come are multiplied with, see :meth:`StepTimes.pace`."""
+        self._pace = 1.0
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Decoding requests, in the order in which they were scheduled first; as are the arrays."""
@@ -158,6 +161,12 @@ class Replica:
             # Where others wait already, the first of them waits for a request to end, and this one behind it.
             self._cut(now)
 
+    def set_pace(self, pace: float, now: float) -> None:
+        """From the next step on. A stretch under way is cut at the end of its present step."""
+        if pace != self.pace and self._steps > 1:
+            self._cut(now)
+        self.pace = pace
+
     def finish_steps(self, now: float) -> list[Request]:
         """The step or stretch is over (``now`` is :attr:`ends`). Returns the finished requests, and goes on."""
         finished = self._apply()
@@ -173,7 +182,7 @@ class Replica:
         return float(self._draft.commits.sum()) if self._draft else float(len(self.running))
 
     def _cut(self, now: float) -> None:
-        span = max(0.0, now - self._began)
+        span = max(0.0, now - self._began) / self._pace
         tokens, kv = self._tokens(), float(self._computed.sum())
         if self.drafts is not None and self.times.draft_s:
             # The closed form knows no further term; a stretch is only ever cut a little too long by this.
@@ -190,11 +199,12 @@ class Replica:
         seconds = self.times.stretch(steps, self._tokens(), kv, self._growth())
         for request, chunk in self._chunks:
             seconds += self.times.prefill(chunk, request.computed)
-        return seconds + (steps * self.times.draft_s if self.drafts else 0.0)
+        return self._pace * (seconds + (steps * self.times.draft_s if self.drafts else 0.0))
 
     def _plan(self, now: float) -> None:
         """vLLM's ``schedule``, for one step with prefill in it or for as many as nothing changes in."""
         self._chunks, preempted = [], False
+        self._pace = self.pace
         self._plan_drafts()
         while self.running and not self._fits(1):
             self._preempt()

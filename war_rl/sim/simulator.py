@@ -132,6 +132,8 @@ class Simulation:
         self._observe = observe
         self._events: list[tuple[float, int, str, Any]] = []
         self._serial = 0
+        self._working = 0
+        """Replicas with a step under way."""
         self._wake = 0
         self._wake_at = 0.0
         self._turns: dict[str, _Turn] = {}
@@ -290,7 +292,10 @@ class Simulation:
 
     def _on_reach(self, what: tuple[Replica, Request]) -> None:
         replica, request = what
-        ends = replica.ends
+        ends, idle = replica.ends, not replica.busy
+        if idle:
+            self._working += 1
+            self._pace()
         replica.arrive(request, self.now)
         if replica.ends != ends:
             self._push(replica.ends, "engine", (replica, replica.tally.steps))
@@ -300,6 +305,20 @@ class Simulation:
             self._push(self.now + self.setup.times.return_s, "returned", request)
         if replica.busy:
             self._push(replica.ends, "engine", (replica, replica.tally.steps))
+        else:
+            self._working -= 1
+            self._pace()
+
+    def _pace(self) -> None:
+        """A replica has begun or ceased to work, which the others on its machine feel."""
+        if self.setup.times.alone == 1.0:
+            return
+        pace = self.setup.times.pace(len(self.replicas) - 1, max(0, self._working - 1))
+        for replica in self.replicas.values():
+            ends = replica.ends
+            replica.set_pace(pace, self.now)
+            if replica.ends != ends:
+                self._push(replica.ends, "engine", (replica, replica.tally.steps))
 
     def _on_returned(self, request: Request) -> None:
         turn = self._turns.pop(request.key)

@@ -25,6 +25,8 @@ class StepTimes:
         send_s: from the client's request to the engine's queue, in seconds.
         return_s: from the engine's last token to the client's next action, in seconds.
         draft_s: seconds per engine step that choosing drafts takes.
+        alone: a step's seconds while no other replica works, as a share of those while all do. Less than 1 where
+            replicas share a machine's memory bandwidth, as on CPUs; 1 where each has an accelerator of its own.
         name, source: what this is, and where the figures come from.
 
     Raises:
@@ -39,6 +41,7 @@ class StepTimes:
     send_s: float = 0.0
     return_s: float = 0.0
     draft_s: float = 0.0
+    alone: float = 1.0
     name: str = ""
     source: str = ""
 
@@ -47,6 +50,8 @@ class StepTimes:
             value = getattr(self, item.name)
             if isinstance(value, float | int) and not 0.0 <= value < math.inf:
                 raise ValueError(f"step times: {item.name}={value} must be a number >= 0")
+        if self.alone <= 0.0:
+            raise ValueError(f"step times: alone={self.alone} must be above 0")
         if self.base + self.per_token <= 0.0:
             raise ValueError("step times: base and per_token are both 0, so that a step would take no time")
 
@@ -76,6 +81,10 @@ class StepTimes:
         while steps > 1 and self.stretch(steps - 1, tokens, kv_tokens, growth) >= seconds:
             steps -= 1
         return steps
+
+    def pace(self, others: int, working: int) -> float:
+        """What a step's seconds are multiplied with while ``working`` of the ``others`` replicas work."""
+        return self.alone + (1.0 - self.alone) * working / others if others else 1.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
