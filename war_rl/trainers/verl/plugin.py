@@ -78,12 +78,26 @@ def _on_distributed(module: ModuleType) -> None:
     process_group.mend(module)
 
 
+def _on_sender(module: ModuleType) -> None:
+    from war_rl.trainers.verl import weight_sockets
+
+    weight_sockets.mend_sender(module)
+
+
+def _on_receiver(module: ModuleType) -> None:
+    from war_rl.trainers.verl import weight_sockets
+
+    weight_sockets.mend_receiver(module)
+
+
 _ON_IMPORT = {
     "verl.workers.rollout.replica": _on_replica_registry,
     "verl.workers.rollout.base": _on_rollout_base,
     "verl.trainer.ppo.v1.trainer_base": _on_trainer_base,
     "verl.workers.engine": _on_engines,
     "verl.utils.distributed": _on_distributed,
+    "verl.workers.rollout.vllm_rollout.vllm_rollout": _on_sender,
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": _on_receiver,
 }
 
 
