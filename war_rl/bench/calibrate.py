@@ -161,7 +161,7 @@ class Calibration(Bench):
 
     def _work(self, probe: Probe, vocabulary: int) -> Workload:
         traces = no_repeat_traces(
-            groups=probe.running * (1 if probe.alone else self._settings.replicas),
+            groups=probe.running * self._working(probe),
             n=1,
             turns=probe.turns,
             prompt_tokens=probe.prompt,
@@ -171,16 +171,17 @@ class Calibration(Bench):
         )
         return build_workload(traces, WorkloadSpec())
 
+    def _working(self, probe: Probe) -> int:
+        """Replicas that the probe keeps at work."""
+        return 1 if probe.alone else self._settings.replicas
+
     def _one(self, side: str, work: Workload) -> SideRun:
         run = self._loop.run_until_complete(self._run(PlannedRun(side, 0), work))
         self._done += 1
         return run
 
     def _fitted(self, side: str, runs: Sequence[tuple[Probe, SideRun]]) -> dict[str, Any]:
-        def replicas(probe: Probe) -> int:
-            return 1 if probe.alone else self._settings.replicas
-
-        rows = [row(probe, run.counters["engine_steps"] / replicas(probe)) for probe, run in runs]
+        rows = [row(probe, run.counters["engine_steps"] / self._working(probe)) for probe, run in runs]
         seconds = [run.seconds for _, run in runs]
         beside = [i for i, (probe, _) in enumerate(runs) if not probe.alone]
         coefficients, _ = fit([rows[i] for i in beside], [seconds[i] for i in beside])

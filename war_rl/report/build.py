@@ -23,7 +23,7 @@ from war_rl.report.findings import (
     where_does_time_go,
     why_is_a_step_slow,
 )
-from war_rl.report.timeline import MOST_BARS, choose_steps, timeline
+from war_rl.report.timeline import choose_steps, timeline
 from war_rl.summary import compare_table, load_summary, unequal_work
 from war_rl.trace import StepTrace, read
 
@@ -52,7 +52,6 @@ def build(runs: Mapping[str, Summary], traces: Sequence[StepTrace], why_no_trace
         "PLACES": "".join(f'<div id="{place}"{_wide(place)}></div>' for place in figures),
         "TIMELINE_HIDDEN": "" if shown else " hidden",
         "NO_TIMELINE": "" if shown else f"<p>{html.escape(why_no_trace)}</p>",
-        "MOST_BARS": str(MOST_BARS),
         "DATA": _json(data),
         "PLOTLY": get_plotlyjs(),
     }

@@ -15,8 +15,6 @@ from war_rl.types import TrajectoryRecord
 KINDS = ("queue", "prefill", "decode", "environment")
 MAX_TURNS = 200_000
 """Turns drawn in one page over all of its steps; the slowest and the newest steps come first."""
-MOST_BARS = 6_000
-"""Bars drawn at once."""
 Segment = tuple[str, float, float, int, int]
 """Kind, begin and end in seconds of the rollout, record, index of the turn within the record."""
 

@@ -260,12 +260,14 @@ class Planner:
 
     def _room(self, target: ReplicaState) -> float:
         """KV tokens that may still be promised there; kept until something happens there, or idle promises decay."""
-        if target.id in self._saved:
-            return target.kv_capacity - target.kv_admitted(self._theta, self._owner.tool_seconds)
         key = (target.version, self._theta)
-        if target.room[0] != key:
-            target.room = key, target.kv_capacity - target.kv_admitted(self._theta, self._owner.tool_seconds)
-        return target.room[1]
+        tentative = target.id in self._saved
+        if not tentative and target.room[0] == key:
+            return target.room[1]
+        room = target.kv_capacity - target.kv_admitted(self._theta, self._owner.tool_seconds)
+        if not tentative:
+            target.room = key, room
+        return room
 
     def _stamp(self, turn: TurnState) -> tuple[float, str, int, int]:
         """All that an admission depends on, the replica left out."""
@@ -275,7 +277,9 @@ class Planner:
     def open_replicas(self, turn: TurnView | None = None) -> Sequence[ReplicaState]:
         if turn is None:
             return sorted(self._open.values(), key=_index)
-        saved, stamp, least = self._saved, self._stamp(_state(turn)), self._least(_state(turn))
+        state = _state(turn)
+        saved, stamp = self._saved, self._stamp(state)
+        least = self._least(state) + self._facts(state).growth
         return sorted(
             (
                 r
@@ -287,15 +291,12 @@ class Planner:
         )
 
     def _least(self, turn: TurnState) -> int:
-        """What admitting the turn's trajectory would promise at least, wherever it goes: all but its first prompt."""
-        facts = self._facts(turn)
+        """KV that the running turn would hold at least, wherever it goes: all but its first prompt. In tokens."""
         _, first = self._owner.first_prompt(turn)
-        return max(0, turn.request.prompt_tokens - first) + facts.expected + facts.growth
+        return _need(turn, first, self._facts(turn).expected)
 
     def spare_replicas(self, turn: TurnView) -> Sequence[ReplicaState]:
-        state = _state(turn)
-        _, first = self._owner.first_prompt(state)
-        least = _need(state, first, self._owner.expected_output(turn.request))
+        least = self._least(_state(turn))
         if self._spare is None:
             free = ((math.inf if r.running == 0 else r.kv_free, r) for r in self.replicas if not self._line(r))
             self._spare = [(room, replica) for room, replica in free if room > 0]

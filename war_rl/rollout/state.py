@@ -249,7 +249,7 @@ class SharedPrompts:
         """
         claim = self._groups.get(group)
         more = claim.price if claim is not None and claim.running == 0 else 0
-        return min(self.tokens, self.tokens - self._resting + more + self._common)
+        return min(self.tokens, self.busy + more + self._common)
 
 
 def known_blocks(hashes: Sequence[int], known: Container[int]) -> int:
