@@ -165,6 +165,17 @@ def test_long_text_is_taken_in_slices() -> None:
     assert looks
 
 
+def test_a_slice_that_is_used_up_at_once_still_moves_running_and_fed_text() -> None:
+    drafter = make(tick=0.001, ingest_ms=0.1)
+    request = view(trajectory(), list(range(1, 2_000)))
+    fed = np.arange(3, 1_003, dtype=np.int32)
+    drafter.feed([FeedItem(trajectory(0, uid="other"), 0, fed, True)])
+    for _ in range(20):
+        drafter.propose([request])
+    assert drafter._running[request.key].entry.length == 1_999
+    assert drafter.counters()["feed_tokens"] == len(fed)
+
+
 def test_validation_is_counted_apart() -> None:
     drafter = make()
     drafter.propose([view(trajectory(validate=True), [1, *PHRASE, 5, *PHRASE[:4]])])

@@ -69,6 +69,7 @@ class Corpus:
         self.index: SuffixIndex = (index_factory or open_index)(memory_bytes)
         self._window_steps = window_steps
         self._clock = clock
+        self._slice = 0.0
         self._step = 0
         self._entries: dict[Name, Entry] = {}
         self._by_step: dict[int, dict[Name, Entry]] = {}
@@ -129,12 +130,17 @@ class Corpus:
             self._verify(entry, tokens)
             missing = len(tokens) - entry.length
         while missing > 0:
-            if missing > FEW_TOKENS and self._clock() >= until:
+            if missing > FEW_TOKENS and self._spent(until):
                 return False
             if not self._append(entry, tokens[entry.length : entry.length + CHUNK_TOKENS]):
                 return False
             missing = len(tokens) - entry.length
         return True
+
+    def _spent(self, until: float) -> bool:
+        """Is the slice that ends at ``until`` used up? Never before its first piece: a short slice moves too."""
+        first, self._slice = until != self._slice, until
+        return not first and self._clock() >= until
 
     def leave(self, entry: Entry) -> None:
         """The request left the engine: a trajectory's text stays for its next turn, published; other text goes."""
@@ -240,10 +246,16 @@ class Corpus:
         return self._queued_tokens
 
     def ingest(self, until: float, unix_time: Callable[[], float] | None = None) -> bool:
-        """Housekeeping, evictions, publishing and the feed, until the clock says ``until``; True if more is waiting."""
+        """Housekeeping, evictions, publishing and the feed, until the clock says ``until``; True if more is waiting.
+
+        One small piece is done even when the time is up: where running requests use up every slice, the feed still
+        comes in.
+        """
         start = now = self._clock()
-        while now < until and self._work(unix_time):
+        while self._work(unix_time):
             now = self._clock()
+            if now >= until:
+                break
         self.counts["ingest_max_s"] = max(self.counts["ingest_max_s"], now - start)
         return bool(self._queue or self._to_drop or self._to_publish)
 

@@ -22,7 +22,7 @@ LOOK_AHEAD = 1
 """Tokens predicted beyond what may be drafted, so that calibration sees what was not drafted too."""
 REACH_FLOOR = 0.02
 """A prediction ends where the chance to get that far falls below this: no step-time model makes it worth a token."""
-SLICE_SHARE = 0.75
+SLICE_SHARE = 0.4
 """Share of ``war.spec.ingest_ms`` after which no new piece of text is begun: the last one begun must end within it."""
 BEST_EVERY = 64
 """Steps between two looks at the best chance that calibration could give at all."""
