@@ -164,8 +164,10 @@ class FaultConfig:
     """An agent-loop worker that does not answer for this long is lost, and the run ends: an agent loop blocks its event
     loop, which is named in the log after half a minute. Unit: seconds."""
     stall_s: float = 300.0
-    """When nothing has come in for this long, the trajectories that are waited for are named; 0 means never.
-    Unit: seconds."""
+    """When nothing has come in for this long, the trajectories that are waited for are named; after as long again the
+    run ends if an engine has made no step meanwhile. 0 means never. Unit: seconds."""
+    update_timeout_s: float = 1800.0
+    """A weight update that takes longer hangs, and the run ends; 0 means no bound. Unit: seconds."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "fault.health_timeout_s": (1.0, 3600.0),
     "fault.worker_timeout_s": (1.0, 86_400.0),
     "fault.stall_s": (0.0, 86_400.0),
+    "fault.update_timeout_s": (0.0, 86_400.0),
     "poll_interval_s": (0.001, 60.0),
     "trace_mb": (1, 1_000_000),
     "wandb.slowest_every": (0, 1_000_000),

@@ -557,6 +557,14 @@ METRICS: tuple[Metric, ...] = (
         always=False,
     ),
     Metric(
+        "fault/update_stuck",
+        "events",
+        "a weight update took longer than war.fault.update_timeout_s although every engine lived",
+        "not there",
+        "the run's error names the replicas without the new weights: look at their devices and logs",
+        always=False,
+    ),
+    Metric(
         "alarm/fired",
         "alarms",
         "alarms of this step (each cause is told once in a run)",

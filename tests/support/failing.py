@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker extensions that make one of a run's engines fail: it computes noise, or dies in a weight update."""
+"""Worker extensions that make one of a run's engines fail: it computes noise, or dies or hangs in a weight update."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ FIRST, LAST = 30, 60
 
 
 DIES = "this engine dies in the middle of a weight update"
+HANGS = "this engine hangs in the middle of a weight update"
 
 
 def _chosen() -> bool:
@@ -38,6 +40,19 @@ class MortalExtension(WarWorkerExtension):
         if self.updates == 2 and _chosen():
             print(DIES, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().update_weights_from_ipc(*args, **kwargs)
+
+
+class HangingExtension(WarWorkerExtension):
+    """Hangs in the weight update after the first step, as one whose device does not answer."""
+
+    updates = 0
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> Any:
+        self.updates += 1
+        if self.updates == 2 and _chosen():
+            print(HANGS, flush=True)
+            time.sleep(3600)
         return super().update_weights_from_ipc(*args, **kwargs)
 
 

@@ -8,7 +8,16 @@ import pytest
 import ray
 
 from war_rl.trainers.verl import health
-from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, check_router, probe, raise_if_dead, while_alive
+from war_rl.trainers.verl.health import (
+    ReplicaDead,
+    ReplicaHealth,
+    UpdateStuck,
+    UpdateWatch,
+    check_router,
+    probe,
+    raise_if_dead,
+    while_alive,
+)
 from war_rl.trainers.verl.router import RouterLost
 
 
@@ -97,3 +106,33 @@ def test_a_call_that_returns_or_fails_is_itself():
     assert while_alive(lambda: 7, lambda: None, 0.01) == 7
     with pytest.raises(KeyError, match="x"):
         while_alive(lambda: {}["x"], lambda: None, 0.01)
+
+
+class Replica:
+    """Runs a function in itself, as ``__ray_call__`` would; None: it does not answer."""
+
+    def __init__(self, step):
+        self.global_steps = step
+        self.__ray_call__ = self
+
+    def remote(self, call):
+        return (self, call)
+
+
+def test_a_weight_update_that_does_not_end_names_the_replicas_it_has_not_reached(monkeypatch):
+    now = [10.0]
+    servers = {"a": Replica(5), "b": Replica(4), "c": Replica(None)}
+
+    def wait(refs, num_returns, timeout):
+        assert num_returns == 3 and timeout > 0
+        return [ref for ref in refs if ref[0].global_steps is not None], []
+
+    monkeypatch.setattr(health.ray, "wait", wait)
+    monkeypatch.setattr(health.ray, "get", lambda ref: ref[1](ref[0]))
+    watch = UpdateWatch(servers, 5, 60.0, lambda: now[0])
+    now[0] = 69.0
+    watch()
+    now[0] = 70.0
+    with pytest.raises(UpdateStuck, match=r"step 5 .* for 60 s \(war.fault.update_timeout_s\); replicas .*: b, c\."):
+        watch()
+    UpdateWatch(servers, 5, 0.0, lambda: 1e9)()

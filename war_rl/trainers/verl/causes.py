@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from war_rl.trainers.verl.health import ReplicaDead
+from war_rl.trainers.verl.health import ReplicaDead, UpdateStuck
 from war_rl.trainers.verl.router import RouterLost
 from war_rl.trainers.verl.workers import WorkerLost
 
@@ -31,6 +31,7 @@ FAULTS: dict[type[Exception], str] = {
     WorkerLost: "worker_lost",
     CheckpointFailed: "checkpoint_failed",
     WeightsNotFinite: "weights_not_finite",
+    UpdateStuck: "update_stuck",
 }
 """Errors that end a run, and the ``war/fault/...`` value that says so."""
 

@@ -129,6 +129,54 @@ def while_alive(call: Callable[[], T], check: Callable[[], None], every_s: float
     return results[0]
 
 
+class UpdateStuck(RuntimeError):
+    """A weight update does not end although all that take part in it live."""
+
+
+class UpdateWatch:
+    """Called again and again while the weights of a step are on their way: does the update still get anywhere?
+
+    Args:
+        servers: actor handles of the replicas, by name.
+        step: the training step whose weights they get.
+        limit_s: ``war.fault.update_timeout_s``; 0 means no bound.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, servers: dict[str, Any], step: int, limit_s: float, clock: Callable[[], float]) -> None:
+        self._servers = servers
+        self._step = step
+        self._limit = limit_s
+        self._clock = clock
+        self._began = clock()
+
+    def __call__(self) -> None:
+        """Raises:
+        UpdateStuck: it has taken too long; names the replicas that have not got the weights.
+        """
+        if not self._limit or self._clock() - self._began < self._limit:
+            return
+        behind = self._behind()
+        which = f"replicas without them: {', '.join(behind)}" if behind else "all replicas have them"
+        raise UpdateStuck(
+            f"the weights of step {self._step} have been on their way for {self._limit:g} s "
+            f"(war.fault.update_timeout_s); {which}. All engines live: one hangs, or a training worker does"
+        )
+
+    def _behind(self) -> list[str]:
+        refs = {name: server.__ray_call__.remote(_version) for name, server in self._servers.items()}
+        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_VERSION_TIMEOUT_S)
+        return [name for name, ref in refs.items() if ref not in done or ray.get(ref) != self._step]
+
+
+_VERSION_TIMEOUT_S = 10.0
+
+
+def _version(server: Any) -> Any:
+    """Runs inside the server actor: the step that verl says its weights are of."""
+    return server.global_steps
+
+
 def check_router(router: Any, timeout_s: float) -> None:
     """Raises:
     RouterLost: War-RL's router actor is gone, was started again, or does not answer.

@@ -18,15 +18,15 @@ import ray
 from war_rl.analysis import prefill_seconds_per_token, slowest
 from war_rl.board import BETWEEN, ROLLOUT, Board, Post
 from war_rl.config import WarConfig
-from war_rl.engine_page import ask_all
+from war_rl.engine_page import ask_all, read_gauges
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
 from war_rl.progress import MARK, Progress, ProgressLine
 from war_rl.trace import StepTrace, TraceWriter
-from war_rl.trainers.verl.health import ReplicaDead, check_replicas, check_router, raise_if_dead
+from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, check_replicas, check_router, raise_if_dead
 from war_rl.trainers.verl.link import COUNTERS as LINK_COUNTERS
 from war_rl.trainers.verl.looker import LOOK_S, Looker
 from war_rl.trainers.verl.router import RouterLost
-from war_rl.trainers.verl.workers import Stall, WorkerLost, WorkerSilent, WorkerWatch, lost
+from war_rl.trainers.verl.workers import Stall, Stuck, WorkerLost, WorkerSilent, WorkerWatch, lost
 from war_rl.types import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class RolloutObserver:
         self._manager: Any = None
         self._workers: WorkerWatch | None = None
         self._stall = Stall(war.fault.stall_s)
+        self._stuck = Stuck(war.fault.stall_s, lambda: ask_all(list(self._servers), _read_gauges))
         self._engine: dict[str, dict[str, float]] = {}
         self._spec: dict[str, dict[str, float]] = {}
         self._clients: list[dict[str, float]] = []
@@ -128,6 +129,9 @@ class RolloutObserver:
             self._states = self._workers.look()
         if text := self._stall.look(now, self._states):
             print(f"{MARK} {text}", flush=True)
+        limit = f"{self._war.fault.stall_s:g} s (war.fault.stall_s)"
+        why = f"it has requests to run and has made no step for {limit}: its engine hangs"
+        raise_if_dead([ReplicaHealth(name, why) for name in self._stuck.look(self._stall.silent_s)])
 
     def check_health(self) -> None:
         """Raises:
@@ -313,6 +317,14 @@ def _gauges(drafters: Mapping[str, dict[str, float]]) -> dict[str, float]:
     values = {name: sum(d.get(name, 0.0) for d in drafters.values()) for name in _GAUGES}
     values.update({name: max((d.get(name, 0.0) for d in drafters.values()), default=0.0) for name in _WORST})
     return values if drafters else {}
+
+
+def _read_gauges(server_id: str) -> dict[str, float]:
+    """What changes with every engine step; empty when the server does not answer, which the health check looks at."""
+    try:
+        return read_gauges(server_id, _HTTP_TIMEOUT_S)
+    except (OSError, ValueError):
+        return {}
 
 
 def _read_metrics(server_id: str) -> dict[str, float]:

@@ -33,7 +33,7 @@ from war_rl.trace import TraceWriter
 from war_rl.trainers.verl import checkpoints
 from war_rl.trainers.verl.causes import NAMED, CheckpointFailed, WeightsNotFinite, describe, innermost
 from war_rl.trainers.verl.client import MeasuredClient, WarClient
-from war_rl.trainers.verl.health import while_alive
+from war_rl.trainers.verl.health import UpdateWatch, while_alive
 from war_rl.trainers.verl.monitoring import add_router
 from war_rl.trainers.verl.observer import RolloutObserver
 from war_rl.trainers.verl.settings import drafting_line, is_war, prepare
@@ -114,7 +114,7 @@ class WarTrainerSync(PPOTrainerSync):
             trace.clear()
         board = self._board()
         self._observer = RolloutObserver(self._war, servers, manager.global_load_balancer, self._is_war, trace, board)
-        # A training worker waits without end for an engine that dies while it takes in weights.
+        # A training worker waits without end for an engine that dies or hangs while it takes in weights.
         self.checkpoint_manager.update_weights = functools.partial(
             self._update_weights, self.checkpoint_manager.update_weights
         )
@@ -236,8 +236,14 @@ class WarTrainerSync(PPOTrainerSync):
         self._weights_updated(self.global_steps)
 
     def _update_weights(self, update: Any, *args: Any, **kwargs: Any) -> Any:
-        every = self._war.fault.health_interval_s
-        return while_alive(functools.partial(update, *args, **kwargs), self._observe.check_dead, every)
+        fault = self._war.fault
+        watch = UpdateWatch(self._servers, self.global_steps, fault.update_timeout_s, time.monotonic)
+
+        def check() -> None:
+            self._observe.check_dead()
+            watch()
+
+        return while_alive(functools.partial(update, *args, **kwargs), check, fault.health_interval_s)
 
     def _weights_updated(self, step: int) -> None:
         if self._is_war:

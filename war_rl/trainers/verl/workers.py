@@ -79,6 +79,33 @@ class WorkerWatch:
         self._asked.clear()
 
 
+class Stuck:
+    """Finds engines that hang: they have requests to run, nothing comes in, and their counters stand still.
+
+    An engine process that hangs (a device that does not answer, a collective that waits for a lost rank) is alive, and
+    the server before it answers. Its counters are looked at only while nothing comes in at all.
+
+    Args:
+        limit_s: ``war.fault.stall_s``; counters that have not moved for this long mean that it hangs. 0: never.
+        read: every replica's counters and gauges (:data:`war_rl.engine_page.GAUGES`), none for one that is silent.
+    """
+
+    def __init__(self, limit_s: float, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        self._limit = limit_s
+        self._read = read
+        self._round = 0
+        self._pages: Mapping[str, Mapping[str, float]] = {}
+
+    def look(self, silent_s: float) -> list[str]:
+        """Replicas that hang, when nothing has come in for ``silent_s`` seconds; those are read once in ``limit_s``."""
+        number = int(silent_s // self._limit) if self._limit else 0
+        if number == self._round:
+            return []
+        self._round = number
+        before, self._pages = self._pages, self._read() if number else {}
+        return [name for name, page in self._pages.items() if page.get("running") and page == before.get(name)]
+
+
 class Stall:
     """Notices that nothing comes in any more, and names the trajectories that are waited for, once for each stall.
 
@@ -92,6 +119,8 @@ class Stall:
 
     def begin(self, now: float) -> None:
         """A rollout begins."""
+        self.silent_s = 0.0
+        """For how long nothing had come in at the last look."""
         self._seen: tuple[float, ...] = ()
         self._moved = now
         self._said = False
@@ -101,6 +130,7 @@ class Stall:
         seen = tuple(sum(float(s[key]) for s in states) for key in ("finished", "generated_tokens"))
         if seen != self._seen:
             self._seen, self._moved, self._said = seen, now, False
+        self.silent_s = now - self._moved
         if not self._limit or self._said or now - self._moved < self._limit:
             return ""
         self._said = True
