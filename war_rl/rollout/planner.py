@@ -206,7 +206,7 @@ class Planner:
         if self._all_seated(target):
             return True
         own = _need(state, self._covers.get(trajectory.id, trajectory.covered), self._facts(state).expected)
-        return self._before(target).get(trajectory.seat, 0.0) + target.shared.tokens + own <= target.kv_capacity
+        return self._before(target, trajectory.seat) + target.shared.tokens + own <= target.kv_capacity
 
     def _all_seated(self, target: ReplicaState) -> bool:
         """Whether all that live there fit together, from sums that are at hand: those of the running and idle ones.
@@ -223,23 +223,32 @@ class Planner:
             total += _need(turn, turn.trajectory.covered, output[turn.trajectory.id.validate])
         return total <= target.kv_capacity
 
-    def _before(self, target: ReplicaState) -> dict[int, float]:
-        """For the seat of each trajectory that lives there, the KV tokens of those that came before it, their groups'
-        claims left out. What a decision places changes nothing about it, so it is kept until something happens there;
-        idle promises decay meanwhile, and are read anew once in a usual tool time."""
+    def _before(self, target: ReplicaState, seat: int) -> float:
+        """KV tokens of the trajectories that came there before the one in ``seat``, their groups' claims left out.
+
+        0 for one that does not live there. What a decision places changes nothing about it, so it is kept until
+        something happens there; idle promises decay meanwhile, and are read anew once in a usual tool time.
+        """
         key = (target.version, int(self._theta))
         if target.seats[0] != key:
-            output = self._owner.mean_outputs
-            spare, total = target.spare_idle(self._owner.tool_seconds), 0.0
-            before: dict[int, float] = {}
-            for other in target.living.values():
-                before[other.seat] = total
-                if other.running or other.waiting:
-                    total += max(other.context, other.prompt) + output[other.id.validate] - other.covered
-                elif not spare:
-                    total += target.idle.value(other.id, self._theta)
-            target.seats = key, before
-        return target.seats[1]
+            target.seats = key, {}, self._seats(target)
+        _, before, further = target.seats
+        while seat not in before:
+            # Only as far as asked: most replicas have one turn that asks before something happens there.
+            other, total = next(further, (seat, 0.0))
+            before[other] = total
+        return before[seat]
+
+    def _seats(self, target: ReplicaState) -> Iterator[tuple[int, float]]:
+        """Each seat there, in order, and the KV tokens of the trajectories before it."""
+        output, theta = self._owner.mean_outputs, self._theta
+        spare, total = target.spare_idle(self._owner.tool_seconds), 0.0
+        for other in target.living.values():
+            yield other.seat, total
+            if other.running or other.waiting:
+                total += max(other.context, other.prompt) + output[other.id.validate] - other.covered
+            elif not spare:
+                total += target.idle.value(other.id, theta)
 
     def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
         target, state = cast(ReplicaState, replica), _state(turn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from war_rl.rollout.cost import OwnRates, Rates, ReplicaRates
@@ -343,7 +343,7 @@ class ReplicaState:
         self.shared = SharedPrompts(info.block_size)
         self.living: dict[TrajectoryId, TrajectoryState] = {}
         """Trajectories that live here, in the order in which they came."""
-        self.seats: tuple[tuple[int, int], dict[int, float]] = ((-1, 0), {})
+        self.seats: tuple[tuple[int, int], dict[int, float], Iterator[tuple[int, float]]] = ((-1, 0), {}, iter(()))
         """What the planner knows of it: when that was, and the KV tokens of all that came before each of them."""
         self.room: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)
         """Likewise the KV tokens that may still be promised."""
