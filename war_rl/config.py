@@ -81,7 +81,7 @@ class SchedulerConfig:
     """Time that each further running turn adds to each generated token, believed until measured. Unit: milliseconds."""
     rate_forgetting: float = 0.98
     """Weight of a replica's past turns after each new one in the fit of its rates. Unit: none."""
-    admission_fill: float = 0.95
+    admission_fill: float = 1.0
     """Policy ``cost``: share of a replica's KV cache that may be promised to trajectories. Unit: fraction."""
     admission_growth: float = 0.35
     """Policy ``cost``: share of a trajectory's expected further growth that admission reserves. Unit: fraction."""

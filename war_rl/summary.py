@@ -14,7 +14,7 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 FILE = "summary.json"
+KINDS = ("steps", "validations")
+"""What grows with the run: lists of entries, each with its ``step``."""
 STATUSES = ("running", "finished", "interrupted", "failed")
 NOTE_VARIABLE = "WAR_RL_SUMMARY_NOTE"
 """Environment variable: file into which a run writes where its summary is, for the command that waits for it."""
@@ -103,11 +105,14 @@ class RunSummary:
             "started": unix_time(),
             **(extra or {}),
             "earlier": [*before.get("earlier", []), _ending(before)] if before else [],
-            "steps": list(before["steps"]) if before else [],
-            "validations": list(before["validations"]) if before else [],
+        }
+        # As text: as objects, a step's two hundred metrics take three times the memory, and all were made text anew
+        # with each step.
+        self._entries: dict[str, dict[int, str]] = {
+            kind: {e["step"]: _line(e) for e in before[kind]} if before else {} for kind in KINDS
         }
         self._stamp()
-        _write_json(self.path, self.data)
+        self._save()
         if os.environ.get(NOTE_VARIABLE):
             Path(os.environ[NOTE_VARIABLE]).write_text(str(self.path.resolve()))
 
@@ -116,8 +121,8 @@ class RunSummary:
 
         Steps that an earlier run did after that are forgotten here as they are in the weights.
         """
-        for kind in ("steps", "validations"):
-            self.data[kind] = [e for e in self.data[kind] if step and e["step"] <= step]
+        for kind in KINDS:
+            self._entries[kind] = {s: line for s, line in self._entries[kind].items() if step and s <= step}
         self._write()
 
     def started(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -144,7 +149,8 @@ class RunSummary:
             "wall_seconds": self._clock() - self._started,
             "metrics": {k: _number(v) for k, v in metrics.items() if _is_number(v)},
         }
-        self.data[kind] = [e for e in self.data[kind] if e["step"] != step] + [entry]
+        self._entries[kind].pop(step, None)
+        self._entries[kind][step] = _line(entry)
         self._write()
 
     def finish(self, status: str = "finished", error: str = "", faults: Mapping[str, float] | None = None) -> None:
@@ -169,10 +175,13 @@ class RunSummary:
     def _stamp(self) -> None:
         self.data["wall_seconds"] = self._clock() - self._started
 
+    def _save(self) -> None:
+        write_whole(self.path, _document(self.data, {kind: lines.values() for kind, lines in self._entries.items()}))
+
     def _write(self) -> None:
         self._stamp()
         try:
-            _write_json(self.path, self.data)
+            self._save()
         except OSError as error:
             self._unwritten += 1
             logger.error("%s cannot be written (it keeps what it had): %s", self.path, error)
@@ -201,8 +210,14 @@ def _ending(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    write_whole(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry, allow_nan=False)
+
+
+def _document(head: Mapping[str, Any], entries: Mapping[str, Iterable[str]]) -> str:
+    """The file's text: ``head``, and below it each list of ``entries``, which are JSON already, one on a line."""
+    lists = "".join(f',\n "{kind}": [\n  ' + ",\n  ".join(lines) + "\n ]" for kind, lines in entries.items())
+    return f"{json.dumps(head, indent=1, allow_nan=False)[:-2]}{lists}\n}}\n"
 
 
 def _is_number(value: Any) -> bool:
@@ -272,7 +287,8 @@ def mark_ended(
     file = Path(path)
     data.pop("faults", None)
     ended = {**data, "status": status, "error": error, "wall_seconds": seconds}
-    _write_json(file / FILE if file.is_dir() else file, ended)
+    lists = {kind: [_line(e) for e in ended.pop(kind, [])] for kind in KINDS}
+    write_whole(file / FILE if file.is_dir() else file, _document(ended, lists))
     return True
 
 

@@ -334,6 +334,27 @@ def test_cost_admits_what_fits_and_resumes_before_new():
     assert [p.key for p in retire(s, back, 1.0, generated=100)] == ["g3/0/0"]
 
 
+@pytest.mark.parametrize(
+    ("prefill_tokens_per_s", "admitted"),
+    [
+        # A turn takes 10 s. To compute the whole cache and its own prompt anew, 1,160 tokens, takes longer: reserve.
+        (100.0, 2),
+        # Here it takes a second or two: one more running turn brings more than that costs.
+        (1000.0, 3),
+    ],
+)
+def test_cost_reserves_growth_only_where_to_outgrow_the_cache_costs_more(prefill_tokens_per_s, admitted):
+    base = {**FLAT, "prior_prefill_tokens_per_s": prefill_tokens_per_s, "prior_interference_ms": 0.01}
+    s = make("cost", replicas=1, kv=1000, admission_growth=1.0, progress_alpha=1.0, **base)
+    for n, tokens in enumerate((160, 360)):
+        request = turn("first", 0, n, tokens=tokens)
+        go(s, 20.0 * n, request)
+        done(s, request, 20.0 * n + 15.0, generated=100, seconds=8.4 + tokens / prefill_tokens_per_s)
+    s.finish(request.trajectory, 40.0)
+    # 160 + 100 expected now, and 200 more until the last turn's 460: 1,000 hold two with them and three without.
+    assert go(s, 50.0, *(turn(g, 0) for g in "abcd")).count("r0") == admitted
+
+
 def test_cost_nobody_overtakes_a_returning_turn_that_must_wait():
     s = make("cost", kv=1000, admission_fill=1.0, admission_growth=0.0, idle_patience=100.0, migrate_max=0, **FLAT)
     s.drain_replica("r1", 0.0)

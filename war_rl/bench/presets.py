@@ -18,6 +18,8 @@ from war_rl.traces.workload import WorkItem, WorkloadSpec, parse_tool_seconds, w
 
 MODES = ("forced", "free")
 SOURCES = ("recorded", "no-repeat")
+WARMUP_TURNS = 2
+"""Turns of a trajectory that is replayed to warm up: a first one and one that finds a cache."""
 
 
 @dataclass(frozen=True)

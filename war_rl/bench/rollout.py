@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from war_rl.bench.options import Options, parse
-from war_rl.bench.presets import KvPlan, plan_kv
+from war_rl.bench.presets import WARMUP_TURNS, KvPlan, plan_kv
 from war_rl.bench.report import build_report, render_table, write_report
 from war_rl.bench.stats import PlannedRun, Sample, SideRun, exit_code, measure, plan_rounds
 from war_rl.metrics import add_up, delta
@@ -22,8 +22,6 @@ from war_rl.traces.workload import Workload, least_prefill_tokens
 
 SAMPLE_S = 0.5
 """Seconds between two looks at the replicas."""
-WARMUP_TURNS = 2
-"""Turns of a trajectory that is replayed to warm up: a first one and one that finds a cache."""
 
 
 def main(argv: Sequence[str]) -> int:

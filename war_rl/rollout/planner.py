@@ -165,7 +165,7 @@ class Planner:
             owner = self._owner
             remaining = owner.remaining(turn)
             expected = owner.expected_output(turn.request)
-            known = _Facts(remaining, expected, owner.growth(remaining, expected))
+            known = _Facts(remaining, expected, owner.growth(turn, remaining, expected))
             self._known[key] = known
         return known
 

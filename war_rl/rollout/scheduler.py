@@ -8,6 +8,7 @@ that never goes back.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -441,8 +442,17 @@ class GlobalScheduler:
             turn.request.max_tokens,
         )
 
-    def growth(self, remaining: Remaining, expected: int) -> int:
-        """Further KV tokens that admission reserves for a trajectory's later turns, ``expected`` being this turn's."""
+    def growth(self, turn: TurnState, remaining: Remaining, expected: int) -> int:
+        """Further KV tokens that admission reserves for a trajectory's later turns, ``expected`` being this turn's.
+
+        None where one more running turn brings more than it costs when trajectories then outgrow the cache: each turn
+        computes its prompt anew, which delays all that run beside it. Both are in seconds of trajectories.
+        """
+        rates, prompt = self._fleet, turn.request.prompt_tokens
+        beside = self._cache_tokens / max(1, prompt)
+        lost = prompt * rates.prefill * (beside + 1.0)
+        if lost < rates.turn_seconds * rates.decode / (rates.decode + rates.interference * beside):
+            return 0
         return max(0, int(self.config.admission_growth * (remaining.context_tokens - expected)))
 
     def first_prompt(self, turn: TurnState) -> tuple[Sequence[int], int]:
@@ -564,7 +574,7 @@ class GlobalScheduler:
         self._touch(replica, now)
         if not trajectory.running:
             replica.idle.remove(trajectory.id, self._theta)
-            trajectory.growth = self.growth(self.remaining(turn), expected)
+            trajectory.growth = self.growth(turn, self.remaining(turn), expected)
             replica.kv_growth += trajectory.growth
             self._footprint(trajectory, 0)
         if not trajectory.ran:
@@ -732,6 +742,8 @@ class GlobalScheduler:
 
     def _refresh_alive(self) -> None:
         self._alive = [r for r in self._replicas.values() if not r.draining]
+        bounded = [r.kv_capacity for r in self._alive if r.kv_capacity < math.inf]
+        self._cache_tokens = sum(bounded) / max(1, len(bounded))
         self._open_at = -1.0
 
     def _close_areas(self, replica: ReplicaState, now: float) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from war_rl.bench.presets import Settings
+from war_rl.bench.presets import WARMUP_TURNS, Settings
 from war_rl.config import SchedulerConfig, SpecConfig, load_config
 from war_rl.sim.engine import EngineSettings
-from war_rl.sim.simulator import Setup, StepResult, simulate
+from war_rl.sim.simulator import Setup, Simulation, StepResult
 from war_rl.sim.times import StepTimes
 from war_rl.sim.work import SimTrajectory
 
@@ -133,8 +133,8 @@ def compare(
         if made is None:
             continue
         policy, setup = made
-        result = simulate(setup, work)
-        _same_work(name, side, measured["work"], result)
+        runs = _as_benched(setup, settings_of(report), work)
+        _same_work(name, side, measured["work"], runs[0])
         out.append(
             Compared(
                 bench=name,
@@ -142,12 +142,20 @@ def compare(
                 policy=policy,
                 seconds=measured["seconds"]["median"],
                 spread=(measured["seconds"]["min"], measured["seconds"]["max"]),
-                simulated_seconds=result.seconds,
+                simulated_seconds=statistics.median(run.seconds for run in runs),
                 computed=measured["counters"].get("prefill_computed_tokens"),
-                simulated_computed=result.prefill_computed_tokens,
+                simulated_computed=round(statistics.median(run.prefill_computed_tokens for run in runs)),
             )
         )
     return out
+
+
+def _as_benched(setup: Setup, settings: Settings, work: Sequence[SimTrajectory]) -> list[StepResult]:
+    """The measured runs of one start of the engines: a scheduler learns from the warm-up, and from run to run."""
+    simulation = Simulation(setup)
+    if settings.warmup_trajectories:
+        simulation.run([replace(t, turns=t.turns[:WARMUP_TURNS]) for t in work[: settings.warmup_trajectories]])
+    return [simulation.run(work) for _ in range(max(1, settings.pairs // max(1, settings.rounds)))]
 
 
 def _same_work(name: str, side: str, measured: Mapping[str, int], result: StepResult) -> None:
