@@ -36,6 +36,10 @@ SHARED_KIB = 16.0
 DESCRIPTORS = 0.02
 """Bound on the growth of one process's open files, and of the number of processes. Unit: per step."""
 
+SMALL_HISTORY = {"RAY_task_events_max_num_task_in_gcs": "1000"}
+"""Ray's control process remembers the last hundred thousand tasks, 0.25 MiB of them in each step of this run, and is flat
+only when it has as many. With a thousand it is flat from the first steps, unless something else of it grows."""
+
 _DONE = re.compile(r"step (\d+) done: ")
 
 
@@ -224,7 +228,7 @@ class Result:
 def leak_run(folder: Path, steps: int, after: int, *extra: str, memory_kib: float = MEMORY_KIB) -> Result:
     """Train ``steps`` cheap steps below ``folder`` and judge those after the first ``after``."""
     command = [sys.executable, "-m", "war_rl", "train", *cheap_overrides(folder, steps), *extra]
-    env = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parents[2]), **SMALL_HISTORY}
     before = set(os.listdir("/dev/shm"))
     lines = []
     with subprocess.Popen(
