@@ -37,8 +37,8 @@ DESCRIPTORS = 0.02
 """Bound on the growth of one process's open files, and of the number of processes. Unit: per step."""
 
 SMALL_HISTORY = {"RAY_task_events_max_num_task_in_gcs": "1000"}
-"""Ray's control process remembers the last hundred thousand tasks, 0.25 MiB of them in each step of this run, and is flat
-only when it has as many. With a thousand it is flat from the first steps, unless something else of it grows."""
+"""Ray's control process remembers the last hundred thousand tasks, 0.25 MiB of them in each step of this run, and is
+flat only when it has as many. With a thousand it is flat from the first steps, unless something else of it grows."""
 
 _DONE = re.compile(r"step (\d+) done: ")
 
