@@ -279,6 +279,9 @@ def main(argv: Sequence[str]) -> int:
 
     file = Path(args.json)
     document: dict[str, Any] = {"version": 1, "experiments": {}}
+    if args.plots:
+        # Before the minutes of work: a folder that cannot be made is said at once.
+        Path(args.plots).mkdir(parents=True, exist_ok=True)
     if file.exists():
         document = json.loads(file.read_text(encoding="utf-8"))
     acceptance = {policy: load_acceptance("", policy) for policy in ("war", "budget")}
