@@ -16,6 +16,7 @@ from war_rl.trainers.verl.health import (
     check_router,
     probe,
     raise_if_dead,
+    unfinished_requests,
     while_alive,
 )
 from war_rl.trainers.verl.router import RouterLost
@@ -136,3 +137,16 @@ def test_a_weight_update_that_does_not_end_names_the_replicas_it_has_not_reached
     with pytest.raises(UpdateStuck, match=r"step 5 .* for 60 s \(war.fault.update_timeout_s\); replicas .*: b, c\."):
         watch()
     UpdateWatch(servers, 5, 0.0, lambda: 1e9)()
+
+
+def test_requests_before_an_engine_are_counted_where_they_were_handed_over(monkeypatch):
+    busy, starting, silent = Replica(1), Replica(1), Replica(None)
+    busy.engine = SimpleNamespace(output_processor=SimpleNamespace(get_num_unfinished_requests=lambda: 3))
+
+    def wait(refs, num_returns, timeout):
+        return [ref for ref in refs if ref[0].global_steps is not None], []
+
+    monkeypatch.setattr(health.ray, "wait", wait)
+    monkeypatch.setattr(health.ray, "get", lambda ref: ref[1](ref[0]))
+    counts = unfinished_requests({"busy": busy, "starting": starting, "silent": silent}, 5.0)
+    assert counts == {"busy": 3, "starting": 0, "silent": 0}

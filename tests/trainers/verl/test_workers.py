@@ -101,25 +101,26 @@ def test_a_stall_names_whom_the_step_waits_for_once():
 
 
 def test_an_engine_hangs_when_its_counters_stand_still_while_nothing_comes_in():
-    pages = {"a": {"running": 2.0, "generated": 10.0}, "b": {"running": 0.0, "generated": 7.0}}
+    work = {"a": [2, {"generated": 10.0}], "b": [0, {"generated": 7.0}]}
     reads = []
 
     def read():
         reads.append(1)
-        return {name: dict(page) for name, page in pages.items()}
+        return {name: (unfinished, dict(page)) for name, (unfinished, page) in work.items()}
 
     stuck = Stuck(100.0, read)
     assert [stuck.look(s) for s in (0.0, 99.0)] == [[], []]
     assert not reads  # while all goes well nobody is asked
     assert [stuck.look(s) for s in (100.0, 150.0)] == [[], []]
-    pages["a"]["generated"] = 11.0  # slow, but alive
+    work["a"][1]["generated"] = 11.0  # slow, but alive
     assert stuck.look(200.0) == []
+    work["a"][0] = 3  # a turn more that it does not begin
     assert stuck.look(300.0) == ["a"]
     assert len(reads) == 3
 
 
 def test_what_stood_still_in_an_earlier_wait_is_not_held_against_an_engine():
-    stuck = Stuck(100.0, lambda: {"a": {"running": 1.0, "generated": 10.0}})
+    stuck = Stuck(100.0, lambda: {"a": (1, {"generated": 10.0})})
     assert stuck.look(100.0) == []
     assert stuck.look(0.0) == []  # something came in
     assert stuck.look(100.0) == []
@@ -127,7 +128,7 @@ def test_what_stood_still_in_an_earlier_wait_is_not_held_against_an_engine():
 
 
 def test_engines_that_are_silent_or_not_to_be_looked_at_do_not_hang():
-    silent = Stuck(100.0, lambda: {"a": {}})
+    silent = Stuck(100.0, dict)
     assert [silent.look(s) for s in (100.0, 200.0)] == [[], []]
     never = Stuck(0.0, lambda: pytest.fail("was asked"))
     assert never.look(1e6) == []

@@ -103,6 +103,19 @@ def check_replicas(servers: dict[str, Any], timeout_s: float) -> list[ReplicaHea
     return result
 
 
+def _unfinished(server: Any) -> int:
+    """Runs inside the server actor: requests that were handed to the engine and have not come back whole."""
+    processor = getattr(getattr(server, "engine", None), "output_processor", None)
+    return int(processor.get_num_unfinished_requests()) if processor is not None else 0
+
+
+def unfinished_requests(servers: dict[str, Any], timeout_s: float) -> dict[str, int]:
+    """How many requests each replica's engine has before it; 0 for one that does not answer."""
+    refs = {name: server.__ray_call__.remote(_unfinished) for name, server in servers.items()}
+    done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+    return {name: ray.get(ref) if ref in done else 0 for name, ref in refs.items()}
+
+
 def while_alive(call: Callable[[], T], check: Callable[[], None], every_s: float) -> T:
     """Result of ``call()``, run in a thread of its own, with ``check()`` called every ``every_s`` seconds meanwhile.
 

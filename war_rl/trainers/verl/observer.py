@@ -22,11 +22,18 @@ from war_rl.engine_page import ask_all, read_gauges
 from war_rl.metrics import add_up, delta, parse_prometheus, step_metrics
 from war_rl.progress import MARK, Progress, ProgressLine
 from war_rl.trace import StepTrace, TraceWriter
-from war_rl.trainers.verl.health import ReplicaDead, ReplicaHealth, check_replicas, check_router, raise_if_dead
+from war_rl.trainers.verl.health import (
+    ReplicaDead,
+    ReplicaHealth,
+    check_replicas,
+    check_router,
+    raise_if_dead,
+    unfinished_requests,
+)
 from war_rl.trainers.verl.link import COUNTERS as LINK_COUNTERS
 from war_rl.trainers.verl.looker import LOOK_S, Looker
 from war_rl.trainers.verl.router import RouterLost
-from war_rl.trainers.verl.workers import Stall, Stuck, WorkerLost, WorkerSilent, WorkerWatch, lost
+from war_rl.trainers.verl.workers import Stall, Stuck, Work, WorkerLost, WorkerSilent, WorkerWatch, lost
 from war_rl.types import TrajectoryRecord
 
 logger = logging.getLogger(__name__)
@@ -56,7 +63,7 @@ class RolloutObserver:
         self._manager: Any = None
         self._workers: WorkerWatch | None = None
         self._stall = Stall(war.fault.stall_s)
-        self._stuck = Stuck(war.fault.stall_s, lambda: ask_all(list(self._servers), _read_gauges))
+        self._stuck = Stuck(war.fault.stall_s, self._read_work)
         self._engine: dict[str, dict[str, float]] = {}
         self._spec: dict[str, dict[str, float]] = {}
         self._clients: list[dict[str, float]] = []
@@ -245,6 +252,11 @@ class RolloutObserver:
 
     def _read_engines(self) -> dict[str, dict[str, float]]:
         return ask_all(list(self._servers), _read_metrics)
+
+    def _read_work(self) -> dict[str, Work]:
+        pages = ask_all(list(self._servers), _read_gauges)
+        unfinished = unfinished_requests(self._servers, _CALL_TIMEOUT_S)
+        return {server_id: (unfinished[server_id], page) for server_id, page in pages.items() if page}
 
     def _read_drafters(self) -> dict[str, dict[str, float]]:
         if not self._is_war:

@@ -79,6 +79,10 @@ class WorkerWatch:
         self._asked.clear()
 
 
+Work = tuple[int, Mapping[str, float]]
+"""Requests that an engine has not finished, and its counters."""
+
+
 class Stuck:
     """Finds engines that hang: they have requests to run, nothing comes in, and their counters stand still.
 
@@ -87,14 +91,15 @@ class Stuck:
 
     Args:
         limit_s: ``war.fault.stall_s``; counters that have not moved for this long mean that it hangs. 0: never.
-        read: every replica's counters and gauges (:data:`war_rl.engine_page.GAUGES`), none for one that is silent.
+        read: every replica's work; its counters are :data:`war_rl.engine_page.GAUGES`. An engine that hangs from its
+            first request on shows no running request there: whoever handed the requests over must count them.
     """
 
-    def __init__(self, limit_s: float, read: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+    def __init__(self, limit_s: float, read: Callable[[], Mapping[str, Work]]) -> None:
         self._limit = limit_s
         self._read = read
         self._round = 0
-        self._pages: Mapping[str, Mapping[str, float]] = {}
+        self._seen: Mapping[str, Work] = {}
 
     def look(self, silent_s: float) -> list[str]:
         """Replicas that hang, when nothing has come in for ``silent_s`` seconds; those are read once in ``limit_s``."""
@@ -102,8 +107,10 @@ class Stuck:
         if number == self._round:
             return []
         self._round = number
-        before, self._pages = self._pages, self._read() if number else {}
-        return [name for name, page in self._pages.items() if page.get("running") and page == before.get(name)]
+        before, self._seen = self._seen, self._read() if number else {}
+        return [
+            n for n, (unfinished, page) in self._seen.items() if unfinished and n in before and page == before[n][1]
+        ]
 
 
 class Stall:
