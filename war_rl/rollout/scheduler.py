@@ -81,6 +81,8 @@ class GlobalScheduler:
         self._fleet = ReplicaRates(self._priors)
         self._replicas: dict[str, ReplicaState] = {}
         self._alive: list[ReplicaState] = []
+        self._cache_tokens = 0.0
+        """Mean KV tokens that a replica may promise; 0 where none has a bound."""
         self._added = 0
         self._open: dict[str, ReplicaState] = {}
         self._open_at = -1.0
