@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from war_rl.trainers.verl.main_ppo import compose, join_cluster
+from war_rl.trainers.verl.main_ppo import compose, join_cluster, why_not_joined
 
 MODEL = "actor_rollout_ref.model.path=/nowhere"
 
@@ -48,3 +48,12 @@ def test_verls_own_entry_point_composes_our_configuration(tmp_path):
     assert config.actor_rollout_ref.rollout.name == "war"
     assert config.actor_rollout_ref.rollout.custom.war.spec.max_draft_tokens == 5
     assert config.trainer.v1.trainer_mode == "war_sync"
+
+
+def test_a_cluster_that_refuses_for_want_of_a_token_is_told_apart():
+    error = ConnectionError("Failed to connect to Ray cluster at a:1")
+    assert why_not_joined(error) == str(error)
+    error.__cause__ = RuntimeError(
+        "Last connection error: RPC error: InvalidAuthToken: Authentication token is missing"
+    )
+    assert "RAY_AUTH_MODE=token" in why_not_joined(error)

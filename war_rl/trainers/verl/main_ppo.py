@@ -190,6 +190,19 @@ def join_cluster(config: Any) -> str:
     return address or ""
 
 
+def why_not_joined(error: ConnectionError) -> str:
+    """What to do about a Ray cluster that cannot be joined.
+
+    Ray 2.60 starts a cluster with authentication where the user has a token, and sends none to an address it is given.
+    """
+    if "InvalidAuthToken" not in f"{error} {error.__cause__}":
+        return str(error)
+    return (
+        f"{error}: it asks for a token. Set RAY_AUTH_MODE=token for this command, with the cluster's token in "
+        "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN (docs/launching.md)"
+    )
+
+
 def _train(config: Any) -> None:
     import ray
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
@@ -198,6 +211,8 @@ def _train(config: Any) -> None:
     auto_set_device(config)
     try:
         run_ppo(config, task_runner_class=TaskRunnerV1)
+    except ConnectionError as error:
+        raise ConnectionError(why_not_joined(error)) from error
     finally:
         ray.shutdown()
 
