@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -40,11 +41,14 @@ class Cluster:
         # Not pytest's folder: the paths of Ray's sockets must stay short.
         self._folder = tempfile.mkdtemp(prefix="war-ray-")
         self.address = f"127.0.0.1:{free_port()}"
+        self.dashboard = f"127.0.0.1:{free_port()}"
         ports = ("--ray-client-server-port", "--dashboard-agent-listen-port", "--metrics-export-port")
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"]
         command += ["--node-ip-address=127.0.0.1", f"--port={self.address.partition(':')[2]}"]
         command += [f"--temp-dir={self._folder}", "--num-cpus=16", "--num-gpus=2"]
-        command += ["--include-dashboard=false", "--disable-usage-stats", *(f"{name}={free_port()}" for name in ports)]
+        command += ["--include-dashboard=true", "--dashboard-host=127.0.0.1"]
+        command += [f"--dashboard-port={self.dashboard.partition(':')[2]}"]
+        command += ["--disable-usage-stats", *(f"{name}={free_port()}" for name in ports)]
         self._log = Path(self._folder, "start.log")
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -128,5 +132,22 @@ def test_verls_own_entry_point_trains_with_the_war_worker_group(cluster, tmp_pat
         environment={**TOKEN, "RAY_ADDRESS": cluster.address, "WAR_PLATFORM": "cpu", "VERL_PLATFORM": "cpu"},
     )
     assert run.code == 0, run.output[-5000:]
+    assert run.step(1)["war/sync/replicas"] == 2
+    assert cluster.process.poll() is None
+
+
+def test_a_submitted_job_trains(cluster, tmp_path):
+    command = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", f"http://{cluster.dashboard}"]
+    command += [
+        "--runtime-env-json",
+        json.dumps({"env_vars": {"PYTHONPATH": str(Path.cwd()), "WANDB_MODE": "offline"}}),
+    ]
+    command += ["--", sys.executable, "-m", "war_rl", "train"]
+    # The job brings the environment itself; Ray refuses to be told a variable twice.
+    overrides = ("trainer.rollout=war", "trainer.total_training_steps=1", "trainer.logger=[console]")
+    run = run_training(tmp_path, *overrides, command=command, environment=TOKEN)
+    assert run.code == 0, run.output[-5000:]
+    assert re.search(r"joining the Ray cluster at \S+\n", run.output)
+    assert run.summary["status"] == "finished"
     assert run.step(1)["war/sync/replicas"] == 2
     assert cluster.process.poll() is None

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from war_rl.trainers.verl.main_ppo import compose, join_cluster, why_not_joined
+from war_rl.trainers.verl.main_ppo import compose, join_cluster, variables_of_job, why_not_joined
 
 MODEL = "actor_rollout_ref.model.path=/nowhere"
 
@@ -57,3 +57,12 @@ def test_a_cluster_that_refuses_for_want_of_a_token_is_told_apart():
         "Last connection error: RPC error: InvalidAuthToken: Authentication token is missing"
     )
     assert "RAY_AUTH_MODE=token" in why_not_joined(error)
+
+
+def test_what_a_submitted_job_has_set_is_not_passed_on_again(monkeypatch):
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    assert variables_of_job() == set()
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": {"env_vars": {"WANDB_API_KEY": "x"}}}')
+    assert variables_of_job() == {"WANDB_API_KEY"}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"runtime_env": null}')
+    assert variables_of_job() == set()

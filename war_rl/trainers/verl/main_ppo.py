@@ -6,6 +6,7 @@ Everything that can be refused is refused here, before Ray starts.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -164,10 +165,19 @@ def _prepare_run_folder(config: Any) -> Path:
         # verl's file logger writes into the working folder otherwise.
         os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(folder))
         # A cluster that runs already does not inherit this process's environment.
+        given = variables_of_job()
         for name in (*PASSED_ON, TOKEN_VARIABLE):
-            if name in os.environ:
+            if name in os.environ and name not in given:
                 env_vars[name] = os.environ[name]
     return folder
+
+
+def variables_of_job() -> set[str]:
+    """Environment variables that ``ray job submit`` has set already; Ray refuses to be told any of them again."""
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR) or "{}")
+    return set((job.get("runtime_env") or {}).get("env_vars") or {})
 
 
 def join_cluster(config: Any) -> str:
