@@ -84,7 +84,8 @@ class SchedulerConfig:
     admission_fill: float = 1.0
     """Policy ``cost``: share of a replica's KV cache that may be promised to trajectories. Unit: fraction."""
     admission_growth: float = 0.35
-    """Policy ``cost``: share of a trajectory's expected further growth that admission reserves. Unit: fraction."""
+    """Policy ``cost``: share of a trajectory's expected further growth that admission reserves; none where the whole
+    cache could be computed anew within about the time of one turn. Unit: fraction."""
     idle_patience: float = 2.0
     """A trajectory in a tool call keeps its full KV promise for this many usual tool times, unless computing its text
     anew costs less than what could run in its place. Unit: usual tool times."""
