@@ -38,7 +38,8 @@ def turn(uid: str, number: int = 0, tokens: int = 160) -> TurnRequest:
 
 def used() -> GlobalScheduler:
     """Two replicas with room for one trajectory each; three want to run, and the third waits a second for it."""
-    scheduler = GlobalScheduler(SchedulerConfig(prior_turns=1.0, prior_turn_tokens=16.0, prior_context_tokens=176.0))
+    prior = {"prior_turns": 1.0, "prior_turn_tokens": 16.0, "prior_context_tokens": 176.0}
+    scheduler = GlobalScheduler(SchedulerConfig(admission_fill=0.75, **prior))
     for name in ("10.0.0.1:1", "http://b:2"):
         scheduler.add_replica(ReplicaInfo(name, 256, 16), 0.0)
     for uid in ("a", "b", "c"):
@@ -68,7 +69,7 @@ def test_state_and_counts() -> None:
     # Ten blocks of the prompt that runs, and those of the one that ended there.
     assert value(found, "resident_tokens", replica="http://b:2") >= 160
     assert value(found, "kv_promised_tokens", replica="10.0.0.1:1") > 0
-    assert value(found, "kv_capacity_tokens", replica="10.0.0.1:1") == 0.95 * 256
+    assert value(found, "kv_capacity_tokens", replica="10.0.0.1:1") == 0.75 * 256
     assert value(found, "decode_seconds_per_token", replica="10.0.0.1:1") < 1.0
     assert value(found, "placements_total", reason="first") == 3
     assert value(found, "held_turns_total") == 1 and value(found, "finished_trajectories_total") == 1
