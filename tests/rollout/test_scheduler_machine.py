@@ -88,8 +88,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.fingerprint() == before, "decide changed something"
         for placement in placements:
             self.check(placement)
+            replica = self.scheduler._replicas[placement.replica_id]
+            spared = replica.spare_idle(self.scheduler.tool_seconds)
             self.both("reserve", placement)
-            self.check_bound(placement)
+            self.check_bound(placement, replica, spared)
         # What is left must wait for an event, or for idle promises to decay, which next_wakeup announces.
         assert self.scheduler.decide(self.now) == [] or self.scheduler.next_wakeup(self.now) is not None
 
@@ -113,17 +115,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         book.running[placement.key] = book.waiting.pop(placement.key)
         book.home = placement.replica_id
 
-    def check_bound(self, placement):
+    def check_bound(self, placement, replica, spared):
+        """``spared``: idle text was worth nothing to the decision; with one trajectory more it may be."""
         if self.policy != "cost":
             return
-        replica = self.scheduler._replicas[placement.replica_id]
         within_running = replica.kv_running + replica.shared.tokens <= replica.kv_capacity
         if placement.reason == "sticky":
             assert within_running or replica.running == 1, "resumed above the bound beside another"
         elif placement.reason in ADMITTING:
-            held = replica.kv_admitted(self.scheduler._theta, self.scheduler.tool_seconds)
+            idle = replica.idle.total(self.scheduler._theta)
+            held = replica.kv_running + replica.kv_growth + replica.shared.tokens + (0.0 if spared else idle)
             # Idle promises are read at most one twentieth of a tool time late.
-            slack = 1.0 + replica.idle.total(self.scheduler._theta) * 0.06
+            slack = 1.0 + idle * 0.06
             assert held <= replica.kv_capacity + slack or replica.running == 1, "admitted above the bound"
 
     # ---- events
