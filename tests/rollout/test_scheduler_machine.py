@@ -16,6 +16,7 @@ from hypothesis.stateful import (
 )
 
 from war_rl.config import SchedulerConfig
+from war_rl.rollout.context import UPROOTED
 from war_rl.rollout.policies import POLICIES
 from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
 from war_rl.types import TrajectoryId, TurnRequest, TurnResult
@@ -110,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.policy not in ("cost", "cache_aware", "war"):
                 assert book.home not in self.alive or book.home in self.draining, "moved although its home is there"
             elif self.policy == "cost" and book.home in self.alive and book.home not in self.draining:
-                assert placement.reason == "migrated"
+                assert placement.reason in ("migrated", UPROOTED)
         self.decided[placement.key] = placement.replica_id
         book.running[placement.key] = book.waiting.pop(placement.key)
         book.home = placement.replica_id
