@@ -7,6 +7,7 @@ below runs inside the server actor (War-RL's or verl's stock one alike) and brin
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -111,9 +112,20 @@ def _unfinished(server: Any) -> int:
 
 def unfinished_requests(servers: dict[str, Any], timeout_s: float) -> dict[str, int]:
     """How many requests each replica's engine has before it; 0 for one that does not answer."""
-    refs = {name: server.__ray_call__.remote(_unfinished) for name, server in servers.items()}
+    counts = _ask_inside(servers, _unfinished, timeout_s)
+    return {name: counts.get(name, 0) for name in servers}
+
+
+def _ask_inside(servers: dict[str, Any], question: Callable[[Any], T], timeout_s: float) -> dict[str, T]:
+    """What ``question`` returns inside each server actor; one that is gone, or does not answer in time, is left out."""
+    refs = {name: server.__ray_call__.remote(question) for name, server in servers.items()}
     done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
-    return {name: ray.get(ref) if ref in done else 0 for name, ref in refs.items()}
+    answers: dict[str, T] = {}
+    for name, ref in refs.items():
+        if ref in done:
+            with contextlib.suppress(ray.exceptions.RayError):
+                answers[name] = ray.get(ref)
+    return answers
 
 
 def while_alive(call: Callable[[], T], check: Callable[[], None], every_s: float) -> T:
@@ -177,9 +189,8 @@ class UpdateWatch:
         )
 
     def _behind(self) -> list[str]:
-        refs = {name: server.__ray_call__.remote(_version) for name, server in self._servers.items()}
-        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=_VERSION_TIMEOUT_S)
-        return [name for name, ref in refs.items() if ref not in done or ray.get(ref) != self._step]
+        versions = _ask_inside(self._servers, _version, _VERSION_TIMEOUT_S)
+        return [name for name in self._servers if versions.get(name) != self._step]
 
 
 _VERSION_TIMEOUT_S = 10.0

@@ -222,7 +222,10 @@ def _train(config: Any) -> None:
     try:
         run_ppo(config, task_runner_class=TaskRunnerV1)
     except ConnectionError as error:
-        raise ConnectionError(why_not_joined(error)) from error
+        text = why_not_joined(error)
+        if text == str(error):
+            raise
+        raise ConnectionError(text) from error
     finally:
         ray.shutdown()
 

@@ -136,9 +136,10 @@ class RolloutObserver:
             self._states = self._workers.look()
         if text := self._stall.look(now, self._states):
             print(f"{MARK} {text}", flush=True)
-        limit = f"{self._war.fault.stall_s:g} s (war.fault.stall_s)"
-        why = f"it has requests to run and has made no step for {limit}: its engine hangs"
-        raise_if_dead([ReplicaHealth(name, why) for name in self._stuck.look(self._stall.silent_s)])
+        if hang := self._stuck.look(self._stall.silent_s):
+            limit = f"{self._war.fault.stall_s:g} s (war.fault.stall_s)"
+            why = f"it has requests to run and has made no step for {limit}: its engine hangs"
+            raise_if_dead([ReplicaHealth(name, why) for name in hang])
 
     def check_health(self) -> None:
         """Raises:
