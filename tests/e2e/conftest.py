@@ -42,8 +42,9 @@ def ppo_war(tmp_path_factory: pytest.TempPathFactory) -> Run:
         f"critic.model.path={tiny_model()}",
         "critic.ppo_micro_batch_size_per_gpu=4",
         "critic.optim.lr=1e-3",
-        "war.env.step_timeout_s=2",
-        "war.fault.trajectory_timeout_s=20",
+        # Long enough that no healthy trajectory meets them on a machine that stands still for a while.
+        "war.env.step_timeout_s=10",
+        "war.fault.trajectory_timeout_s=60",
         "trainer.total_training_steps=5",
         loop="FaultyLoop",
         when="] step 2:",

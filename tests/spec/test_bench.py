@@ -36,7 +36,12 @@ def test_both_sides_are_timed_and_written(tmp_path: Path, capsys: pytest.Capture
     for figures in sides.values():
         assert set(figures) >= FIGURES
         assert 0 < figures["mean_us"] <= figures["max_us"]
+    war, machine = sides["war"], result["machine"]["10000"]
+    assert 0 <= war["ingest_slices_over_2_ms"] <= war["ingest_slices"]
+    assert machine["pieces"] == 2 * 10_000 // 128
+    assert 0 < machine["access_p50_cpu_ms"] <= machine["access_p99_cpu_ms"] <= machine["access_max_cpu_ms"]
     table = capsys.readouterr().out
+    assert "the machine alone" in table
     assert "10000 war" in table and "10000 library" in table
 
 

@@ -28,6 +28,8 @@ SIZES = (10_000, 100_000, 500_000, 2_000_000, 4_000_000)
 TRAJECTORY_TOKENS = 10_000
 PHRASES = 4000
 VOCABULARY = 30_000
+PIECE_ACCESSES = 1280
+"""Random accesses of one piece of text taken in: 128 tokens, five tables, two scopes."""
 
 
 def phrases(rng: np.random.Generator) -> list[TokenArray]:
@@ -83,6 +85,32 @@ def _stalls(watch: _Watch, size: int) -> dict[str, float]:
         "ingest_stall_max_ms": 1e3 * max(watch.wall),
         "ingest_stall_cpu_max_ms": 1e3 * max(watch.cpu),
         "ingest_stall_p99_ms": 1e3 * float(np.percentile(watch.wall, 99)),
+        "ingest_slices": float(len(watch.cpu)),
+        "ingest_slices_over_2_ms": float(sum(s > 0.002 for s in watch.cpu)),
+    }
+
+
+def machine_stalls(size: int, pieces: int) -> dict[str, float]:
+    """How long the machine itself takes for the random accesses of one piece, with nothing of ours: the yardstick for
+    ``ingest_stall_*``.
+
+    Args:
+        size: tokens of the corpus; the memory is about as large as its tables.
+        pieces: how often, in a row.
+    """
+    rng = np.random.default_rng(0)
+    memory = np.ones(max(1 << 16, 20 * size), np.int32)
+    watch = _Watch()
+    for _ in range(pieces):
+        places = rng.integers(0, len(memory), PIECE_ACCESSES)
+        with watch:
+            memory[places] += 1
+    milli = 1e3 * np.array(watch.cpu)
+    return {
+        "pieces": float(pieces),
+        "access_p50_cpu_ms": float(np.median(milli)),
+        "access_p99_cpu_ms": float(np.percentile(milli, 99)),
+        "access_max_cpu_ms": float(milli.max()),
     }
 
 
@@ -147,7 +175,7 @@ def bench_library(corpus: list[TokenArray], live: list[TokenArray], start: int, 
 
 def bench(sizes: Sequence[int] = SIZES, requests: int = 4, steps: int = 2000, seed: int = 0) -> dict[str, Any]:
     """Figures of both by corpus size in tokens; times in microseconds per request and step."""
-    result: dict[str, Any] = {"requests": requests, "steps": steps, "sizes": {}}
+    result: dict[str, Any] = {"requests": requests, "steps": steps, "sizes": {}, "machine": {}}
     for size in sizes:
         rng = np.random.default_rng(seed)
         stock = phrases(rng)
@@ -158,6 +186,7 @@ def bench(sizes: Sequence[int] = SIZES, requests: int = 4, steps: int = 2000, se
             "war": bench_war(corpus, live, start, steps),
             "library": bench_library(corpus, live, start, steps),
         }
+        result["machine"][str(size)] = machine_stalls(size, 2 * sum(map(len, corpus)) // 128)
     return result
 
 
@@ -170,6 +199,13 @@ def show(result: dict[str, Any]) -> None:
     for size, sides in result["sizes"].items():
         for name, figures in sides.items():
             print(f"{size:>9} {name:8}" + "".join(f"{figures[c]:24.2f}" for c in columns))
+        war, machine = sides["war"], result["machine"][size]
+        p50, p99, longest = (machine[f"access_{of}_cpu_ms"] for of in ("p50", "p99", "max"))
+        print(
+            f"{size:>9} {war['ingest_slices_over_2_ms']:.0f} of {war['ingest_slices']:.0f} slices held the caller over "
+            f"2 ms; the machine alone: {PIECE_ACCESSES} random accesses took {p50:.3f} ms (median), {p99:.2f} (p99), "
+            f"{longest:.2f} (longest of {machine['pieces']:.0f})"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
