@@ -124,7 +124,8 @@ class TurnRequest:
 class TurnResult:
     """What the engine reported for a finished turn. All counts in tokens, times in seconds.
 
-    ``cached_tokens`` is None where the engine did not say. ``error`` is "" for a turn that ended normally.
+    ``cached_tokens`` is None where the engine did not say. ``engine_queue_seconds``: the part of ``seconds`` before the
+    request's first engine step, 0 where the engine did not say. ``error`` is "" for a turn that ended normally.
     """
 
     generated_tokens: int = 0
@@ -132,6 +133,7 @@ class TurnResult:
     preemptions: int = 0
     seconds: float = 0.0
     error: str = ""
+    engine_queue_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -5,7 +5,10 @@ import random
 
 import pytest
 
+from war_rl.config import SchedulerConfig
 from war_rl.rollout.cost import OwnRates, RatePriors, ReplicaRates
+from war_rl.rollout.scheduler import GlobalScheduler, ReplicaInfo
+from war_rl.types import TrajectoryId, TurnRequest, TurnResult
 
 PRIORS = RatePriors(4000.0, 0.025, 0.0015, 0.98)
 
@@ -72,3 +75,20 @@ def test_a_short_turn_that_waited_for_others_does_not_bend_the_fit():
         rates.observe(*turn)
     rates.observe(0, 1, 7.0, 0.6)  # one token beside seven others, and half a second of somebody's prefill
     assert rates.interference < 0.01
+
+
+def test_what_a_full_engine_lets_a_turn_wait_is_no_speed():
+    def speed(seconds, queued):
+        scheduler = GlobalScheduler(SchedulerConfig())
+        scheduler.add_replica(ReplicaInfo("r", 0, 16), 0.0)
+        for number in range(20):
+            now, turn = 100.0 * number, TurnRequest(f"t{number}", TrajectoryId(f"t{number}", 0, 1), 0, 400)
+            scheduler.submit(turn, now)
+            for placement in scheduler.decide(now):
+                scheduler.reserve(placement, now)
+            result = TurnResult(50, 0, 0, seconds, engine_queue_seconds=queued)
+            scheduler.release(turn.key, result, now + seconds)
+        return scheduler.counters()["sched/replica/r/prefill_tokens_per_s"]
+
+    assert speed(31.5, 30.0) == pytest.approx(speed(1.5, 0.0))
+    assert speed(31.5, 0.0) < 0.5 * speed(1.5, 0.0)

@@ -642,7 +642,8 @@ class GlobalScheduler:
         self._count("sched/preemptions", result.preemptions)
         replica.integrate(now)
         lived = now - turn.started
-        seconds = result.seconds if result.seconds > 0 else lived
+        # What a full engine let it wait is no speed: taken for one, prompts looked ten times as dear as they were.
+        seconds = max(0.0, (result.seconds if result.seconds > 0 else lived) - result.engine_queue_seconds)
         beside = (replica.running_area - turn.area) / lived - 1.0 if lived > 0 else replica.running - 1.0
         beside = min(max(0.0, beside), replica.slots - 1.0)
         cached = turn.cached if result.cached_tokens is None else result.cached_tokens

@@ -55,6 +55,9 @@ class Request:
     """Named blocks in use: the first ones of its path."""
     anonymous: int = 0
     """Further blocks in use."""
+    arrived: float = 0.0
+    began: float = -1.0
+    """When it came to the engine, and when its first step began. Unit: simulated seconds."""
     cached: int = -1
     had: int = 0
     """Tokens that were computed when it was preempted."""
@@ -154,6 +157,7 @@ class Replica:
     def arrive(self, request: Request, now: float) -> None:
         """The request joins the queue. A stretch under way is cut at the end of its present step."""
         blocked = bool(self.waiting)
+        request.arrived = now
         self.waiting.append(request)
         if not self.busy:
             self._plan(now)
@@ -220,7 +224,7 @@ class Replica:
                 self._chunk(request, chunk)
                 budget -= chunk
         if not preempted:
-            self._admit(budget)
+            self._admit(budget, now)
         if not self.running and not self._chunks:
             self._steps, self._ends = 0, math.inf
             return
@@ -234,7 +238,7 @@ class Replica:
         if self.drafts is not None and self.running:
             self._draft = self.drafts.plan(self.running, float(self._computed.sum()), self.times)
 
-    def _admit(self, budget: int) -> None:
+    def _admit(self, budget: int, now: float) -> None:
         block = self.settings.block_size
         while self.waiting and budget > 0:
             if len(self.running) + len(self.prefilling) >= self.settings.max_num_seqs:
@@ -249,6 +253,7 @@ class Replica:
             self.cache.take(request.trajectory.path, hit)
             request.depth, request.computed, request.goal = hit, hit * block, tokens
             if request.cached < 0:
+                request.began = now
                 request.cached = request.computed
                 self.tally.cached_prompt += request.cached
                 self.tally.computed_prompt += request.prompt - request.cached

@@ -323,7 +323,8 @@ class Simulation:
     def _on_returned(self, request: Request) -> None:
         turn = self._turns.pop(request.key)
         live, work = turn.live, turn.live.work
-        result = TurnResult(request.target, request.cached, request.preemptions, self.now - turn.started)
+        seconds, queued = self.now - turn.started, request.began - request.arrived
+        result = TurnResult(request.target, request.cached, request.preemptions, seconds, engine_queue_seconds=queued)
         self._tell("release", (request.key, result))
         self._tell("turn", request)
         self.router.release(request.key, result, self.now)

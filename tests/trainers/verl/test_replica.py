@@ -27,6 +27,25 @@ class Engine:
         return reset_running_requests or not self.running
 
 
+class SlowEngine:
+    """Each request waits ``seconds`` for its first step; None where vLLM keeps no such statistics."""
+
+    vllm_config = "its own"
+
+    def __init__(self, seconds):
+        self.seconds, self.closed = seconds, 0
+
+    async def generate(self, prompt, request_id):
+        stats = None
+        if self.seconds is not None:
+            stats = SimpleNamespace(queued_ts=100.0, scheduled_ts=100.0 + self.seconds)
+        try:
+            yield SimpleNamespace(metrics=stats, text=prompt)
+            yield SimpleNamespace(metrics=stats, text=prompt)
+        finally:
+            self.closed += 1
+
+
 def server(monkeypatch, *, priority=False, version=0, during=None, engine=None):
     """A server whose engine answers at once; ``during`` runs while it generates."""
     pytest.importorskip("vllm")
@@ -63,6 +82,47 @@ def test_an_agent_loops_own_priority_goes_through(monkeypatch):
     war = server(monkeypatch)
     asyncio.run(war.generate(request_id=REQUEST, prompt_ids=[1], priority=7))
     assert war.seen[0]["priority"] == 7
+
+
+def test_a_server_tells_how_long_each_request_waited_in_its_engine(monkeypatch):
+    pytest.importorskip("vllm")
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    from war_rl.trainers.verl.replica import WarHttpServer
+
+    async def run_server(self, args):
+        self.engine = args
+
+    async def generate(self, **kwargs):
+        async for _ in self.engine.generate(kwargs["prompt_ids"], request_id=kwargs["request_id"]):
+            await asyncio.sleep(0)
+        return SimpleNamespace(extra_fields={})
+
+    async def told(seconds):
+        await war.run_server(SlowEngine(seconds))
+        assert war.engine.vllm_config == "its own"
+        return [(await asyncio.create_task(war.generate(request_id=r, prompt_ids=[1]))).extra_fields for r in "ab"]
+
+    war = server(monkeypatch)
+    monkeypatch.setattr(vLLMHttpServer, "run_server", run_server)
+    monkeypatch.setattr(vLLMHttpServer, "generate", generate)
+    assert WarHttpServer.run_server is not run_server
+    both = {"war_replica": 1, "war_engine_queue_seconds": 2.5}
+    assert asyncio.run(told(2.5)) == [both, both]
+    assert asyncio.run(told(None)) == [{"war_replica": 1}] * 2
+
+
+def test_a_caller_that_leaves_ends_the_request_in_the_engine():
+    from war_rl.engines.vllm.queue_watch import WatchedEngine
+
+    async def leave():
+        engine = SlowEngine(1.0)
+        outputs = WatchedEngine(engine).generate([1], request_id="a")
+        await anext(outputs)
+        await outputs.aclose()
+        return engine.closed
+
+    assert asyncio.run(leave()) == 1
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -20,6 +20,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from war_rl.engines.vllm.fixes.seed import refuse_seed
+from war_rl.engines.vllm.queue_watch import ENGINE_QUEUE_SECONDS
 from war_rl.rollout.blocks import PromptHasher
 from war_rl.trainers.shell import LeaseExpired
 from war_rl.trainers.verl.context import CURRENT_EPISODE, Episode
@@ -168,6 +169,7 @@ class WarClient(MeasuredClient):
                 cached_tokens=output.extra_fields.get("num_cached_tokens"),
                 preemptions=max(0, output.num_preempted or 0),
                 seconds=time.monotonic() - turn.started - turn.queue_seconds,
+                engine_queue_seconds=output.extra_fields.pop(ENGINE_QUEUE_SECONDS, 0.0),
             )
         except Exception as error:
             result = TurnResult(error=f"{type(error).__name__}: {error}")

@@ -13,6 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from war_rl.config import ConfigError, WarConfig, load_config
+from war_rl.engines.vllm.queue_watch import ENGINE_QUEUE_SECONDS, LAST_WAIT, WatchedEngine
 from war_rl.trainers.verl.version import VersionGuard
 from war_rl.types import engine_priority
 
@@ -104,7 +105,14 @@ class WarHttpServer(vLLMHttpServer):
         output = await super().generate(*args, **kwargs)
         self._war_guard.check(request_id, self.global_steps, "after it ended")
         output.extra_fields["war_replica"] = self.replica_rank
+        waited = LAST_WAIT.get()
+        if waited is not None:
+            output.extra_fields[ENGINE_QUEUE_SECONDS] = waited
         return output
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        self.engine = WatchedEngine(self.engine)
 
     async def war_info(self) -> dict[str, Any]:
         """What the scheduler must know: KV capacity (tokens), block size (tokens), batch bound, whether it drafts.
