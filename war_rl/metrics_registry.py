@@ -403,6 +403,15 @@ METRICS: tuple[Metric, ...] = (
         always=False,
     ),
     Metric("sched/queue_seconds_*", "s", "as queue_seconds_p50", always=False),
+    Metric(
+        "sched/engine_queue_seconds",
+        "s",
+        "time that turns waited inside the engines before their first step, summed over turns; left out of the speeds "
+        "that the scheduler learns",
+        "an engine step per turn",
+        "trajectories outgrow what admission expects: lower war.scheduler.admission_fill",
+        always=False,
+    ),
     Metric("sched/held_turns", "turns", "turns that waited in the router", "0 while everything fits", always=False),
     Metric(
         "sched/router_calls_per_turn",

@@ -56,6 +56,12 @@ def test_each_trajectory_stays_on_one_replica_and_both_replicas_work(grpo_war):
 
 
 @pytest.mark.parametrize("step", STEPS)
+def test_the_scheduler_is_told_what_turns_waited_in_the_engines(grpo_war, step):
+    told, turns = grpo_war.step(step)["war/sched/engine_queue_seconds"], grpo_war.step(step)["war/sched/placements"]
+    assert 0 < told < turns * grpo_war.step(step)["war/rollout/seconds"]
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_drafts_are_accepted_and_log_probs_are_those_of_the_actor(grpo_war, step):
     metrics = grpo_war.step(step)
     assert 0 < metrics["war/spec/accepted_tokens"] <= metrics["war/spec/draft_tokens"]

@@ -639,6 +639,7 @@ class GlobalScheduler:
         )
         stats = self._stats[trajectory.id.validate]
         stats.preemptions += result.preemptions
+        stats.engine_queue_seconds += result.engine_queue_seconds
         self._count("sched/preemptions", result.preemptions)
         replica.integrate(now)
         lived = now - turn.started

@@ -47,6 +47,8 @@ class StepStats:
     submitted: int = 0
     finished_trajectories: int = 0
     queue_seconds: list[float] = field(default_factory=list)
+    engine_queue_seconds: float = 0.0
+    """What turns that ended well waited inside the engines before their first step."""
     reasons: Counter[str] = field(default_factory=Counter)
     predicted_cached: int = 0
     reported_cached: int = 0
@@ -79,6 +81,7 @@ class StepStats:
             "sched/queue_seconds_p50": float(np.percentile(waits, 50)),
             "sched/queue_seconds_p95": float(np.percentile(waits, 95)),
             "sched/queue_seconds_max": float(waits.max()),
+            "sched/engine_queue_seconds": self.engine_queue_seconds,
             "sched/held_turns": float(self.held),
             "sched/waiting_max": float(self.max_waiting),
             "sched/admitted_max": float(self.max_admitted),
