@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import urllib.request
 from types import SimpleNamespace
 
@@ -81,7 +82,10 @@ def test_a_router_that_is_killed_is_found_out(ray):
     check_router(router, 30.0)
     ray.kill(router)
     with pytest.raises(RouterLost, match="gone"):
-        check_router(router, 30.0)
+        # ray.kill does not wait; until it is carried out, the router may answer.
+        for _ in range(1000):
+            check_router(router, 30.0)
+            time.sleep(0.01)
 
 
 def test_verl_has_prometheus_scrape_the_router_beside_the_engines(ray, tmp_path):
