@@ -21,15 +21,17 @@ from typing import Any
 import numpy as np
 
 from war_rl.config import SpecConfig
+from war_rl.spec.corpus import CHUNK_TOKENS
 from war_rl.spec.drafter import Drafter, RequestView
+from war_rl.spec.index import TABLES
 from war_rl.types import FeedItem, TokenArray, TrajectoryId
 
 SIZES = (10_000, 100_000, 500_000, 2_000_000, 4_000_000)
 TRAJECTORY_TOKENS = 10_000
 PHRASES = 4000
 VOCABULARY = 30_000
-PIECE_ACCESSES = 1280
-"""Random accesses of one piece of text taken in: 128 tokens, five tables, two scopes."""
+PIECE_ACCESSES = CHUNK_TOKENS * TABLES
+"""Random accesses of one piece of text taken in: each token enters each table."""
 
 
 def phrases(rng: np.random.Generator) -> list[TokenArray]:
@@ -99,7 +101,7 @@ def machine_stalls(size: int, pieces: int) -> dict[str, float]:
         pieces: how often, in a row.
     """
     rng = np.random.default_rng(0)
-    memory = np.ones(max(1 << 16, 20 * size), np.int32)
+    memory = np.ones(max(1 << 16, 2 * TABLES * size), np.int32)
     watch = _Watch()
     for _ in range(pieces):
         places = rng.integers(0, len(memory), PIECE_ACCESSES)
@@ -186,7 +188,7 @@ def bench(sizes: Sequence[int] = SIZES, requests: int = 4, steps: int = 2000, se
             "war": bench_war(corpus, live, start, steps),
             "library": bench_library(corpus, live, start, steps),
         }
-        result["machine"][str(size)] = machine_stalls(size, 2 * sum(map(len, corpus)) // 128)
+        result["machine"][str(size)] = machine_stalls(size, 2 * sum(map(len, corpus)) // CHUNK_TOKENS)
     return result
 
 
