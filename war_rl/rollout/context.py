@@ -163,6 +163,10 @@ class Context(Protocol):
         With ``turn``, without those that are known not to admit it.
         """
 
+    @property
+    def any_spare(self) -> bool:
+        """Whether there is a replica that :meth:`spare_replicas` could name."""
+
     def spare_replicas(self, turn: TurnView) -> Sequence[ReplicaView]:
         """Replicas where no turn waits to return and the KV of the running turns may leave room for this one, whatever
         is promised."""
@@ -175,6 +179,12 @@ class Context(Protocol):
 
     def load_cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> float:
         """Seconds of queue and interference: a lower bound of :meth:`cost` that looks at no cache."""
+
+    def load_costs(self, turn: TurnView, replicas: Sequence[ReplicaView]) -> list[float]:
+        """:meth:`load_cost` of each of these replicas, in their order."""
+
+    def prefill_cost(self, turn: TurnView, replica: ReplicaView) -> float:
+        """Seconds to compute what the replica's cache does not hold of the prompt."""
 
     def cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> Cost:
         """Cost of running the turn, and the rest of its trajectory, there."""

@@ -12,8 +12,17 @@ from zlib import crc32
 from war_rl.rollout.context import ReplicaView, TurnView
 from war_rl.rollout.cost import Cost
 from war_rl.rollout.progress import Remaining
-from war_rl.rollout.state import Numbers, Placement, ReplicaState, TurnState, is_open, known_blocks, need
-from war_rl.types import GroupId, TrajectoryId
+from war_rl.rollout.state import (
+    Numbers,
+    Placement,
+    ReplicaState,
+    TrajectoryState,
+    TurnState,
+    is_open,
+    known_blocks,
+    need,
+)
+from war_rl.types import GroupId
 
 if TYPE_CHECKING:
     from war_rl.rollout.scheduler import GlobalScheduler
@@ -55,21 +64,23 @@ class Planner:
         self._theta = math.floor(theta * THETA_STEPS) / THETA_STEPS
         self._placed: dict[str, TurnState] = {}
         self._saved: dict[str, tuple[ReplicaState, Numbers]] = {}
-        self._homes: dict[TrajectoryId, ReplicaState] = {}
+        self._homes: dict[TrajectoryState, ReplicaState] = {}
         self._claimed: list[tuple[ReplicaState, GroupId]] = []
         self._begun: list[tuple[ReplicaState, GroupId]] = []
         self._siblings: dict[tuple[str, GroupId], int] = {}
         self._coming: dict[str, set[int]] = {}
         """By replica, the blocks of the first prompts placed there: other groups may share their beginning."""
-        self._covers: dict[TrajectoryId, int] = {}
+        self._covers: dict[TrajectoryState, int] = {}
         self._resumed_left: dict[str, int] = {}
         self._known: dict[str, _Facts] = {}
         self._looking: set[str] = set()
         self._spare: list[tuple[float, ReplicaState]] | None = None
         """Replicas where no turn waits to return, and their KV tokens beside the running turns; until one is placed."""
         # Before anything is placed: what is kept between decisions must not see tentative numbers.
-        self._open = dict(owner.open_at(self._theta))
+        self._open = self._owners_open = owner.open_at(self._theta)
+        """Open replicas by id: the owner's own, or a copy once it must differ."""
         self._sequence = owner.sequence
+        self._outputs = owner.mean_outputs
 
     # ---- which turns wait
 
@@ -78,6 +89,8 @@ class Planner:
 
     def blocked_replicas(self) -> Sequence[ReplicaState]:
         blocked = list(self._owner.queue.blocked.values())
+        if not blocked:
+            return blocked
         # Rotate by what has happened, not by what was decided: the same state gives the same decision.
         rounds = max(1, len(blocked) // LOOK_AROUND)
         at = self._owner.changes % rounds
@@ -92,7 +105,7 @@ class Planner:
     @property
     def _roughly(self) -> tuple[int, int]:
         """Expected output of a turn, coarse: every turn that ends moves it a little, and must not unblock them all."""
-        training, validation = self._owner.mean_outputs
+        training, validation = self._outputs
         return int(OUTPUT_STEPS * math.log(training)), int(OUTPUT_STEPS * math.log(validation))
 
     def look_around(self, replica: ReplicaView) -> bool:
@@ -132,7 +145,7 @@ class Planner:
 
     def home(self, turn: TurnView) -> ReplicaState | None:
         trajectory = _state(turn).trajectory
-        home = self._homes.get(trajectory.id, trajectory.home)
+        home = self._homes.get(trajectory, trajectory.home)
         return None if home is None or home.draining else home
 
     def has_run(self, turn: TurnView) -> bool:
@@ -140,7 +153,7 @@ class Planner:
 
     def in_tool_gap(self, turn: TurnView) -> bool:
         trajectory = _state(turn).trajectory
-        return not trajectory.running and trajectory.id not in self._homes
+        return not trajectory.running and trajectory not in self._homes
 
     def may_migrate(self, turn: TurnView) -> bool:
         trajectory = _state(turn).trajectory
@@ -164,10 +177,16 @@ class Planner:
         if known is None:
             owner = self._owner
             remaining = owner.remaining(turn)
-            expected = owner.expected_output(turn.request)
+            expected = self._expected(turn)
             known = _Facts(remaining, expected, owner.growth(turn, remaining, expected))
             self._known[key] = known
         return known
+
+    def _expected(self, turn: TurnState) -> int:
+        """Tokens that the turn is expected to generate, at least 1: the owner's ``expected_output``, read once."""
+        request = turn.request
+        expected = self._outputs[request.trajectory.validate]
+        return min(expected, request.max_tokens) if request.max_tokens > 0 else expected
 
     def group_turns(self, turn: TurnView) -> float:
         return self._owner.progress.group_turns(_state(turn).trajectory.group)
@@ -177,7 +196,7 @@ class Planner:
         request = turn.request
         hashes = self._owner.hashes_of(request, target)
         held = target.residency.match(hashes, request.prompt_tokens, request.trajectory)
-        coming = self._siblings.get((target.id, state.trajectory.group), 0)
+        coming = self._siblings.get((target.id, state.trajectory.group), 0) if self._siblings else 0
         size = target.info.block_size
         if target.id in self._coming:
             coming = max(coming, known_blocks(hashes, self._coming[target.id]) * size)
@@ -191,11 +210,11 @@ class Planner:
         if target.running == 0 or target.kv_capacity == math.inf:
             return True
         trajectory = state.trajectory
-        if self._homes.get(trajectory.id, trajectory.home) is target:
-            extra, covered = 0, self._covers.get(trajectory.id, trajectory.covered)
+        if self._homes.get(trajectory, trajectory.home) is target:
+            extra, covered = 0, self._covers.get(trajectory, trajectory.covered)
         else:
             extra, covered = self._would_claim(state, target)
-        wanted = extra + _need(state, covered, self._owner.expected_output(turn.request))
+        wanted = extra + _need(state, covered, self._expected(state))
         return target.kv_running + target.shared.in_use(trajectory.group) + wanted <= target.kv_capacity
 
     def seated(self, turn: TurnView, replica: ReplicaView) -> bool:
@@ -203,52 +222,10 @@ class Planner:
         if target.kv_capacity == math.inf:
             return True
         trajectory = state.trajectory
-        if self._all_seated(target):
-            return True
-        own = _need(state, self._covers.get(trajectory.id, trajectory.covered), self._facts(state).expected)
-        return self._before(target, trajectory.seat) + target.shared.tokens + own <= target.kv_capacity
-
-    def _all_seated(self, target: ReplicaState) -> bool:
-        """Whether all that live there fit together, from sums that are at hand: those of the running and idle ones.
-
-        What this decision has placed there is counted twice, as running and as waiting, which errs towards counting.
-        """
-        output = self._owner.mean_outputs
-        total = float(target.kv_running + target.shared.tokens)
-        if total > target.kv_capacity:
-            return False
-        if not target.spare_idle(self._owner.tool_seconds):
-            total += target.idle.total(self._theta)
-        for turn in target.resumed.values():
-            total += _need(turn, turn.trajectory.covered, output[turn.trajectory.id.validate])
-        return total <= target.kv_capacity
-
-    def _before(self, target: ReplicaState, seat: int) -> float:
-        """KV tokens of the trajectories that came there before the one in ``seat``, their groups' claims left out.
-
-        0 for one that does not live there. What a decision places changes nothing about it, so it is kept until
-        something happens there; idle promises decay meanwhile, and are read anew once in a usual tool time.
-        """
-        key = (target.version, int(self._theta))
-        if target.seats[0] != key:
-            target.seats = key, {}, self._seats(target)
-        _, before, further = target.seats
-        while seat not in before:
-            # Only as far as asked: most replicas have one turn that asks before something happens there.
-            other, total = next(further, (seat, 0.0))
-            before[other] = total
-        return before[seat]
-
-    def _seats(self, target: ReplicaState) -> Iterator[tuple[int, float]]:
-        """Each seat there, in order, and the KV tokens of the trajectories before it."""
-        output, theta = self._owner.mean_outputs, self._theta
-        spare, total = target.spare_idle(self._owner.tool_seconds), 0.0
-        for other in target.living.values():
-            yield other.seat, total
-            if other.running or other.waiting:
-                total += max(other.context, other.prompt) + output[other.id.validate] - other.covered
-            elif not spare:
-                total += target.idle.value(other.id, theta)
+        own = _need(state, self._covers.get(trajectory, trajectory.covered), self._expected(state))
+        counted = not target.spare_idle(self._owner.tool_seconds)
+        before = target.seats.before(trajectory.seat, self._theta, idle=counted)
+        return before + target.shared.tokens + own <= target.kv_capacity
 
     def admits(self, turn: TurnView, replica: ReplicaView) -> bool:
         target, state = cast(ReplicaState, replica), _state(turn)
@@ -269,13 +246,13 @@ class Planner:
 
     def _room(self, target: ReplicaState) -> float:
         """KV tokens that may still be promised there; kept until something happens there, or idle promises decay."""
-        key = (target.version, self._theta)
         tentative = target.id in self._saved
-        if not tentative and target.room[0] == key:
-            return target.room[1]
+        version, theta, room = target.room
+        if not tentative and theta == self._theta and version == target.version:
+            return room
         room = target.kv_capacity - target.kv_admitted(self._theta, self._owner.tool_seconds)
         if not tentative:
-            target.room = key, room
+            target.room = target.version, self._theta, room
         return room
 
     def _stamp(self, turn: TurnState) -> tuple[float, str, int, int]:
@@ -287,29 +264,41 @@ class Planner:
         if turn is None:
             return sorted(self._open.values(), key=_index)
         state = _state(turn)
-        saved, stamp = self._saved, self._stamp(state)
-        least = self._least(state) + self._facts(state).growth
-        return sorted(
-            (
-                r
-                for r in self._open.values()
-                if (r.running == 0 or least <= self._room(r) + 1.0)
-                and (r.rejected != (r.version, *stamp) or r.id in saved)
-            ),
-            key=_index,
-        )
+        saved, stamp, theta = self._saved, self._stamp(state), self._theta
+        least = self._least(state) + self._facts(state).growth - 1.0
+        found = []
+        # The room of most has not changed since it was last looked at, and is read here: many are asked, often.
+        for name, replica in self._open.items():
+            if name not in saved:
+                version, at, room = replica.room
+                if version != replica.version or at != theta:
+                    room = self._room(replica)
+                if replica.rejected[0] == replica.version and replica.rejected[1:] == stamp:
+                    continue
+            else:
+                room = self._room(replica)
+            if least <= room or replica.running == 0:
+                found.append(replica)
+        return sorted(found, key=_index)
 
     def _least(self, turn: TurnState) -> int:
         """KV that the running turn would hold at least, wherever it goes: all but its first prompt. In tokens."""
         _, first = self._owner.first_prompt(turn)
-        return _need(turn, first, self._facts(turn).expected)
+        return _need(turn, first, self._expected(turn))
+
+    @property
+    def any_spare(self) -> bool:
+        return bool(self._spared())
 
     def spare_replicas(self, turn: TurnView) -> Sequence[ReplicaState]:
         least = self._least(_state(turn))
+        return [replica for room, replica in self._spared() if least <= room]
+
+    def _spared(self) -> list[tuple[float, ReplicaState]]:
         if self._spare is None:
             free = ((math.inf if r.running == 0 else r.kv_free, r) for r in self.replicas if not self._line(r))
             self._spare = [(room, replica) for room, replica in free if room > 0]
-        return [replica for room, replica in self._spare if least <= room]
+        return self._spare
 
     def _is_open(self, replica: ReplicaState) -> bool:
         return is_open(replica, self._line(replica), self._theta, self._owner.tool_seconds)
@@ -326,11 +315,26 @@ class Planner:
         target = cast(ReplicaState, replica)
         return self._queue(target, ahead) + self._interference(_state(turn), target)
 
+    def load_costs(self, turn: TurnView, replicas: Sequence[ReplicaView]) -> list[float]:
+        trajectory, now = _state(turn).trajectory, self.now
+        output, home = self._facts(_state(turn)).remaining.output_tokens, trajectory.home
+        costs = []
+        for target in cast(Sequence[ReplicaState], replicas):
+            if target is home or target.running >= target.slots:
+                costs.append(self.load_cost(turn, target))
+                continue
+            beside, work, queue = output * target.admitted, target.work, target.prefill_free_at - now
+            interference = target.rates.interference * (beside if beside < work else work)
+            costs.append(queue + interference if queue > 0.0 else interference)
+        return costs
+
+    def prefill_cost(self, turn: TurnView, replica: ReplicaView) -> float:
+        return (turn.request.prompt_tokens - self.cached(turn, replica)) * replica.rates.prefill
+
     def cost(self, turn: TurnView, replica: ReplicaView, ahead: int = 0) -> Cost:
         target = cast(ReplicaState, replica)
-        computed = turn.request.prompt_tokens - self.cached(turn, target)
         interference = self._interference(_state(turn), target)
-        return Cost(self._queue(target, ahead), computed * target.rates.prefill, interference)
+        return Cost(self._queue(target, ahead), self.prefill_cost(turn, target), interference)
 
     def tie(self, turn: TurnView, salt: str) -> int:
         return crc32(f"{self._owner.seed}/{salt}/{turn.request.key}".encode())
@@ -345,7 +349,7 @@ class Planner:
         if key in self._placed or state.replica is not None:
             raise ValueError(f"turn {key!r} is placed twice in one decision")
         trajectory = state.trajectory
-        home = self._homes.get(trajectory.id, trajectory.home)
+        home = self._homes.get(trajectory, trajectory.home)
         if home is not target and not self.in_tool_gap(turn):
             raise ValueError(
                 f"turn {key!r}: its trajectory runs on {home and home.id!r} and cannot move to {target.id!r}"
@@ -378,7 +382,7 @@ class Planner:
         trajectory, request = turn.trajectory, turn.request
         facts = self._facts(turn)
         cached = self.cached(turn, target)
-        was_idle = not trajectory.running and trajectory.id not in self._homes
+        was_idle = not trajectory.running and trajectory not in self._homes
         if home is not target:
             if home is not None:
                 self.moved = True
@@ -387,13 +391,13 @@ class Planner:
                 home.admitted -= 1
                 home.tokens -= trajectory.footprint
                 home.work -= trajectory.work
-            covered = self._covers[trajectory.id] = self._claim(turn, target)
+            covered = self._covers[trajectory] = self._claim(turn, target)
             target.admitted += 1
             self._sequence += 1
             target.last_first = self._sequence
             target.work += int(facts.remaining.output_tokens)
         else:
-            covered = self._covers.get(trajectory.id, trajectory.covered)
+            covered = self._covers.get(trajectory, trajectory.covered)
             if was_idle:
                 target.idle_taken += target.idle.value(trajectory.id, self._theta)
                 target.tokens -= trajectory.footprint
@@ -411,13 +415,20 @@ class Planner:
         target.tokens += request.prompt_tokens + facts.expected
         busy_until = max(self.now, target.prefill_free_at)
         target.prefill_free_at = busy_until + (request.prompt_tokens - cached) * target.rates.prefill
-        self._homes[trajectory.id] = target
-        for replica in (target, home):
-            if replica is not None:
-                if self._is_open(replica) and not replica.draining:
-                    self._open[replica.id] = replica
-                else:
-                    self._open.pop(replica.id, None)
+        self._homes[trajectory] = target
+        self._look_whether_open(target)
+        if home is not None and home is not target:
+            self._look_whether_open(home)
+
+    def _look_whether_open(self, replica: ReplicaState) -> None:
+        is_open = self._is_open(replica) and not replica.draining
+        if is_open != (replica.id in self._open):
+            if self._open is self._owners_open:
+                self._open = dict(self._open)
+            if is_open:
+                self._open[replica.id] = replica
+            else:
+                del self._open[replica.id]
 
     def _claim(self, turn: TurnState, target: ReplicaState) -> int:
         """Really claim the first prompt: what other groups share with it must be seen. :meth:`undo` gives it back."""

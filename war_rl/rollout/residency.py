@@ -231,7 +231,7 @@ class Residency:
             self._allocate(missing)
 
     def _add(self, parent: _Run, hashes: Sequence[int], start: int) -> _Run:
-        fresh = array("q", (h & _MASK for h in hashes[start:]))
+        fresh = _compact(hashes[start:])
         run = _Run(parent, hashes[start], len(fresh), len(fresh), 1, 0, fresh)
         parent.children[run.key] = run
         self._allocate(run.size)
@@ -240,7 +240,7 @@ class Residency:
     def _name(self, run: _Run, hashes: Sequence[int], start: int) -> None:
         assert run.parent is not None
         del run.parent.children[run.key]
-        run.hashes = array("q", (h & _MASK for h in hashes[start : start + run.size]))
+        run.hashes = _compact(hashes[start : start + run.size])
         run.owner = None
         run.key = hashes[start]
         run.parent.children[run.key] = run
@@ -332,6 +332,14 @@ class Residency:
             depth += node.size
             node = node.parent
         return depth
+
+
+def _compact(hashes: Sequence[int]) -> array[int]:
+    try:
+        return array("q", hashes)
+    except OverflowError:
+        # Not hashes of ours, which fit; they must not stop a rollout.
+        return array("q", (h & _MASK for h in hashes))
 
 
 def _ceil(tokens: int, size: int) -> int:

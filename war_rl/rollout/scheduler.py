@@ -189,6 +189,7 @@ class GlobalScheduler:
             state.rank = self._rank(trajectory)
         self._turns[turn.key] = state
         trajectory.waiting.add(turn.key)
+        self._seat(trajectory)
         self.queue.add(state)
         stats = self._stats[turn.trajectory.validate]
         stats.submitted += 1
@@ -248,6 +249,7 @@ class GlobalScheduler:
             self.queue.remove(turn)
             stats.waiting -= 1
             trajectory.waiting.discard(key)
+            self._seat(trajectory)
         else:
             trajectory.running.discard(key)
             if result is not None and not result.error:
@@ -550,7 +552,7 @@ class GlobalScheduler:
         replica.work += trajectory.work
         self.sequence += 1
         replica.last_first = trajectory.seat = self.sequence
-        replica.living[trajectory.id] = trajectory
+        replica.seats.add(trajectory.seat)
 
     def _detach(self, trajectory: TrajectoryState) -> None:
         """The trajectory leaves its replica; none of its turns runs there."""
@@ -560,7 +562,7 @@ class GlobalScheduler:
         if self._now is not None:
             self._touch(home, self._now)
         home.idle.remove(trajectory.id, self._theta)
-        del home.living[trajectory.id]
+        home.seats.remove(trajectory.seat)
         home.shared.unclaim(trajectory.group)
         home.admitted -= 1
         self._stats[trajectory.id.validate].admitted -= 1
@@ -584,6 +586,7 @@ class GlobalScheduler:
         trajectory.prompt = request.prompt_tokens
         trajectory.waiting.discard(request.key)
         trajectory.running.add(request.key)
+        self._seat(trajectory)
         self._stats[trajectory.id.validate].waiting -= 1
         turn.replica, turn.started, turn.area = replica, now, replica.running_area
         turn.need = need(request.prompt_tokens, trajectory.covered, expected)
@@ -625,6 +628,7 @@ class GlobalScheduler:
         replica.kv_growth -= trajectory.growth
         kept = trajectory.context - min(trajectory.covered, trajectory.context) + trajectory.growth
         replica.idle.add(trajectory.id, kept, self._theta)
+        self._seat(trajectory)
         self._footprint(trajectory, trajectory.context)
 
     def _learn(self, turn: TurnState, result: TurnResult, now: float) -> None:
@@ -705,6 +709,17 @@ class GlobalScheduler:
             self._count("sched/migration_seconds", seconds)
 
     # ---- inside: small things
+
+    def _seat(self, trajectory: TrajectoryState) -> None:
+        """What the trajectory takes of its replica's KV has changed."""
+        home = trajectory.home
+        if home is None:
+            return
+        if trajectory.running or trajectory.waiting:
+            held = max(trajectory.context, trajectory.prompt) - trajectory.covered
+            home.seats.hold(trajectory.seat, held + self.mean_outputs[trajectory.id.validate])
+        else:
+            home.seats.rest(trajectory.seat, *home.idle.promise(trajectory.id))
 
     def open_at(self, theta: float) -> dict[str, ReplicaState]:
         """Replicas that could admit some trajectory. Kept between decisions; only what has changed is looked at."""

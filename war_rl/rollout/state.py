@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from war_rl.rollout.cost import OwnRates, Rates, ReplicaRates
 from war_rl.rollout.residency import Residency
+from war_rl.rollout.seats import Seats
 from war_rl.types import GroupId, TrajectoryId, TurnRequest
 
 
@@ -78,6 +79,11 @@ class IdleLedger:
         self._fresh.append(entry)
         self._full += amount
         self.amount += amount
+
+    def promise(self, trajectory: TrajectoryId) -> tuple[int, float]:
+        """What the trajectory counts for, and until when in full; nothing for an unknown one."""
+        entry = self._entries.get(trajectory)
+        return (entry.amount, entry.since + self._patience) if entry is not None else (0, 0.0)
 
     def value(self, trajectory: TrajectoryId, theta: float) -> float:
         """What the trajectory counts for now; 0 for an unknown one."""
@@ -300,7 +306,6 @@ class ReplicaState:
         "kv_growth",
         "kv_running",
         "last_first",
-        "living",
         "own_rates",
         "prefill_free_at",
         "prefilled",
@@ -341,12 +346,10 @@ class ReplicaState:
         """Prompt tokens it was given to compute so far."""
         self.idle = IdleLedger(patience)
         self.shared = SharedPrompts(info.block_size)
-        self.living: dict[TrajectoryId, TrajectoryState] = {}
+        self.seats = Seats()
         """Trajectories that live here, in the order in which they came."""
-        self.seats: tuple[tuple[int, int], dict[int, float], Iterator[tuple[int, float]]] = ((-1, 0), {}, iter(()))
-        """What the planner knows of it: when that was, and the KV tokens of all that came before each of them."""
-        self.room: tuple[tuple[int, float], float] = ((-1, 0.0), 0.0)
-        """Likewise the KV tokens that may still be promised."""
+        self.room: tuple[int, float, float] = (-1, 0.0, 0.0)
+        """What the planner knows of it: version and time, and the KV tokens that could still be promised then."""
         self.resumed: OrderedDict[str, TurnState] = OrderedDict()
         self.hit_rate = 1.0
         self.kv_capacity = 0.0

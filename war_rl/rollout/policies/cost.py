@@ -55,8 +55,9 @@ class CostPolicy(Policy):
                 else:
                     context.place(turn, drafter[0], "to_drafter", drafter[1])
                 continue
-            context.still_blocked(home)
-            if not context.look_around(home):
+            if ahead == 0:
+                context.still_blocked(home)
+            if not context.look_around(home) or not (context.any_open or context.any_spare):
                 return
             if (target := self._move(turn, home, ahead + 1, context)) is not None:
                 context.place(turn, target[0], "migrated", target[1])
@@ -167,25 +168,30 @@ class CostPolicy(Policy):
         """Place on the cheapest replica that admits it; False where none does."""
         if not context.any_open:
             return False
-        room = [(context.load_cost(turn, r), r.last_first, i, r) for i, r in enumerate(context.open_replicas(turn))]
-        room.sort(key=lambda entry: entry[:3])
+        room = context.open_replicas(turn)
+        loads = context.load_costs(turn, room)
         costs: dict[str, float] = {}
-        seen: list[tuple[float, tuple[bool, int], ReplicaView]] = []
-        limit = math.inf
-        for bound, _, _, replica in room:
+        seen: list[tuple[bool, int, int, float, ReplicaView]] = []
+        best = limit = math.inf
+        order = sorted((load, r.last_first, i, r) for i, (load, r) in enumerate(zip(loads, room, strict=True)))
+        for load, recent, i, replica in order:
             # The load alone already costs more than the best: so do all that follow.
-            if bound > limit:
+            if load > limit:
                 break
-            if context.admits(turn, replica):
-                total = costs[replica.id] = context.cost(turn, replica).total
-                seen.append((total, (not replica.can_draft, replica.last_first), replica))
-                limit = min(limit, total * (1.0 + TIE) + TIE_SECONDS)
-        if not seen:
-            return False
-        # Differences smaller than what is known about costs are no reason to send everything to one replica.
-        chosen = min((entry for entry in seen if entry[0] <= limit), key=lambda entry: entry[1])
-        context.place(turn, chosen[2], reason, costs)
-        return True
+            total = load + context.prefill_cost(turn, replica)
+            if total < best:
+                if not context.admits(turn, replica):
+                    continue
+                # Differences smaller than what is known about costs are no reason to send everything to one replica.
+                best, limit = total, total * (1.0 + TIE) + TIE_SECONDS
+            if total <= limit:
+                costs[replica.id] = total
+                seen.append((not replica.can_draft, recent, i, total, replica))
+        for _, _, _, total, replica in sorted(seen):
+            if total <= limit and context.admits(turn, replica):
+                context.place(turn, replica, reason, costs)
+                return True
+        return False
 
 
 UPROOT_SECONDS = 0.05
