@@ -116,7 +116,7 @@ class TurnRequest:
     turn: int
     prompt_tokens: int
     max_tokens: int = 0
-    block_hashes: tuple[int, ...] = ()
+    block_hashes: Sequence[int] = ()
     attempt: int = 0
 
 

@@ -301,7 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.both("finish", book.id)
         for replica in self.scheduler._replicas.values():
             assert replica.numbers()[:5] == (0, 0, 0, 0, 0) and replica.work == 0
-            assert replica.shared.tokens == 0 and not replica.shared._blocks and not replica.shared._groups
+            assert replica.shared.tokens == replica.shared.busy == 0 and not replica.shared._groups
             assert replica.kv_admitted(math.inf, 0.0) == 0.0 and not replica.residency._held
             assert not replica.residency._unnamed
         assert not self.scheduler._turns and not self.scheduler._trajectories and not self.scheduler._groups

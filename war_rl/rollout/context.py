@@ -92,6 +92,10 @@ class Context(Protocol):
     def any_open(self) -> bool:
         """Whether there is an open replica (see :meth:`open_replicas`)."""
 
+    @property
+    def any_drafter(self) -> bool:
+        """Whether any of the replicas drafts."""
+
     def still_blocked(self, replica: ReplicaView) -> None:
         """None of the turns that want to return there fits: need not be looked at again until something changes."""
 

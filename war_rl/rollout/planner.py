@@ -19,7 +19,6 @@ from war_rl.rollout.state import (
     TrajectoryState,
     TurnState,
     is_open,
-    known_blocks,
     need,
 )
 from war_rl.types import GroupId
@@ -115,6 +114,10 @@ class Planner:
     def any_open(self) -> bool:
         return bool(self._open)
 
+    @property
+    def any_drafter(self) -> bool:
+        return self._owner.any_drafter
+
     def still_blocked(self, replica: ReplicaView) -> None:
         target = cast(ReplicaState, replica)
         if target.id not in self._saved:
@@ -199,7 +202,7 @@ class Planner:
         coming = self._siblings.get((target.id, state.trajectory.group), 0) if self._siblings else 0
         size = target.info.block_size
         if target.id in self._coming:
-            coming = max(coming, known_blocks(hashes, self._coming[target.id]) * size)
+            coming = max(coming, _known(hashes, self._coming[target.id]) * size)
         return max(held, min(coming, (request.prompt_tokens - 1) // size * size)) if coming else held
 
     def tree_size(self, replica: ReplicaView) -> int:
@@ -211,11 +214,11 @@ class Planner:
             return True
         trajectory = state.trajectory
         if self._homes.get(trajectory, trajectory.home) is target:
-            extra, covered = 0, self._covers.get(trajectory, trajectory.covered)
+            covered = self._covers.get(trajectory, trajectory.covered)
         else:
-            extra, covered = self._would_claim(state, target)
-        wanted = extra + _need(state, covered, self._expected(state))
-        return target.kv_running + target.shared.in_use(trajectory.group) + wanted <= target.kv_capacity
+            _, covered = self._would_claim(state, target)
+        shared = target.shared.in_use(trajectory.group, *self._owner.first_prompt(state))
+        return target.kv_running + shared + _need(state, covered, self._expected(state)) <= target.kv_capacity
 
     def seated(self, turn: TurnView, replica: ReplicaView) -> bool:
         target, state = cast(ReplicaState, replica), _state(turn)
@@ -490,6 +493,18 @@ class Planner:
 def _state(turn: TurnView) -> TurnState:
     assert isinstance(turn, TurnState)
     return turn
+
+
+def _known(hashes: Sequence[int], blocks: set[int]) -> int:
+    """How many of a prompt's blocks are among ``blocks``: as hashes are chained, a first part of it."""
+    low, high = 0, len(hashes)
+    while low < high:
+        middle = (low + high) // 2
+        if hashes[middle] in blocks:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _pinned(turn: TurnState) -> bool:

@@ -81,6 +81,8 @@ class GlobalScheduler:
         self._fleet = ReplicaRates(self._priors)
         self._replicas: dict[str, ReplicaState] = {}
         self._alive: list[ReplicaState] = []
+        self.any_drafter = False
+        """Whether a replica that takes turns can draft."""
         self._cache_tokens = 0.0
         """Mean KV tokens that a replica may promise; 0 where none has a bound."""
         self._added = 0
@@ -409,7 +411,7 @@ class GlobalScheduler:
         theta, home = self._theta_at(now), turn.trajectory.home
         if home is not None and not home.draining:
             wanted = need(turn.request.prompt_tokens, turn.trajectory.covered, self.expected_output(turn.request))
-            in_use = home.kv_running + home.shared.in_use(turn.trajectory.group)
+            in_use = home.kv_running + home.shared.in_use(turn.trajectory.group, *self.first_prompt(turn))
             return (
                 f"returns to {home.id}, where {home.running} turns run in {in_use} of "
                 f"{home.kv_capacity:.0f} KV tokens, it needs {wanted} and {len(home.resumed)} wait"
@@ -761,6 +763,7 @@ class GlobalScheduler:
 
     def _refresh_alive(self) -> None:
         self._alive = [r for r in self._replicas.values() if not r.draining]
+        self.any_drafter = any(r.can_draft for r in self._alive)
         bounded = [r.kv_capacity for r in self._alive if r.kv_capacity < math.inf]
         self._cache_tokens = sum(bounded) / max(1, len(bounded))
         self._open_at = -1.0

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from war_rl.rollout.cost import OwnRates, Rates, ReplicaRates
 from war_rl.rollout.residency import Residency
 from war_rl.rollout.seats import Seats
+from war_rl.rollout.shared import SharedPrompts
 from war_rl.types import GroupId, TrajectoryId, TurnRequest
 
 
@@ -147,143 +148,6 @@ class _Idle:
     decaying: bool = False
 
 
-@dataclass(slots=True)
-class _Claim:
-    """One group's first prompt on a replica. Lengths in tokens."""
-
-    hashes: Sequence[int]
-    covered: int
-    price: int
-    """What it added when it was claimed."""
-    members: int = 1
-    running: int = 0
-
-
-class SharedPrompts:
-    """Prompt blocks that the groups on one replica have in common are promised once.
-
-    The first prompt of a group is claimed while a member lives there. Hashes are chained, so what a prompt shares with
-    the claimed ones is a prefix and a binary search finds it.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block = block_size
-        self._blocks: Counter[int] = Counter()
-        self._groups: dict[GroupId, _Claim] = {}
-        self._resting = 0
-        self._common = 0
-        self.tokens = 0
-        """Tokens of all distinct claimed blocks."""
-
-    def covered(self, group: GroupId, hashes: Sequence[int], tokens: int) -> int | None:
-        """Tokens of a member's first prompt that the group's claim pays for; None without a claim."""
-        known = self._groups.get(group)
-        if known is None:
-            return None
-        if not known.hashes or not hashes:
-            # Without hashes on both sides, the members of a group are taken at their word: one prompt.
-            return min(known.covered, tokens)
-        return _common(known.hashes, hashes) * self._block
-
-    def price(self, group: GroupId, hashes: Sequence[int], tokens: int) -> int:
-        """Tokens that claiming this first prompt would add. Changes nothing."""
-        if group in self._groups:
-            return 0
-        if not hashes:
-            return tokens
-        return (len(hashes) - known_blocks(hashes, self._blocks)) * self._block
-
-    def claim(self, group: GroupId, hashes: Sequence[int], tokens: int) -> int:
-        """One more member. Returns the tokens of its first prompt that are paid for by the claim."""
-        covered = self.covered(group, hashes, tokens)
-        if covered is not None:
-            self._groups[group].members += 1
-            return covered
-        price = self.price(group, hashes, tokens)
-        self._blocks.update(hashes)
-        covered = len(hashes) * self._block if hashes else tokens
-        self._groups[group] = _Claim(hashes, covered, price)
-        self._common = max(self._common, covered - price)
-        self._resting += price
-        self.tokens += price
-        return covered
-
-    def unclaim(self, group: GroupId) -> None:
-        """One member less."""
-        claim = self._groups[group]
-        claim.members -= 1
-        if claim.members:
-            return
-        del self._groups[group]
-        self._resting -= claim.price
-        if not claim.hashes:
-            self.tokens -= claim.covered
-        for block in claim.hashes:
-            left = self._blocks[block] - 1
-            if left:
-                self._blocks[block] = left
-            else:
-                del self._blocks[block]
-                self.tokens -= self._block
-        if not self._groups:
-            self._common = 0
-
-    def begin(self, group: GroupId) -> None:
-        """A turn of a member starts to run."""
-        claim = self._groups[group]
-        claim.running += 1
-        if claim.running == 1:
-            self._resting -= claim.price
-
-    def end(self, group: GroupId) -> None:
-        """A turn of a member runs no more."""
-        claim = self._groups[group]
-        claim.running -= 1
-        if claim.running == 0:
-            self._resting += claim.price
-
-    @property
-    def busy(self) -> int:
-        """Tokens that only the claims of groups with a running turn keep in the cache."""
-        return self.tokens - self._resting
-
-    def in_use(self, group: GroupId) -> int:
-        """Tokens that the claims of the groups with a running turn keep in the cache, if one of ``group`` ran too.
-
-        What groups have in common is not told apart by group: it may be counted once too often, never too few times
-        where all of them share the same beginning.
-        """
-        claim = self._groups.get(group)
-        more = claim.price if claim is not None and claim.running == 0 else 0
-        return min(self.tokens, self.busy + more + self._common)
-
-
-def known_blocks(hashes: Sequence[int], known: Container[int]) -> int:
-    """How many of a prompt's blocks are known: as hashes are chained, a first part of it."""
-    low, high = 0, len(hashes)
-    while low < high:
-        middle = (low + high) // 2
-        if hashes[middle] in known:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Blocks that two chains of hashes share: one equal hash proves all before it."""
-    low, high = 0, min(len(a), len(b))
-    if high and a[high - 1] == b[high - 1]:
-        return high
-    while low < high:
-        middle = (low + high) // 2
-        if a[middle] == b[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
 Numbers = tuple[int, int, int, int, int, float, float, int, int]
 
 
@@ -383,7 +247,7 @@ class ReplicaState:
 
     @property
     def kv_free(self) -> float:
-        """KV tokens beside those of the running turns; a bit more than a turn may take (see SharedPrompts.in_use)."""
+        """KV tokens beside those of the running turns; more than a turn may take whose group runs nothing there."""
         return self.kv_capacity - self.kv_running - self.shared.busy
 
     def kv_admitted(self, theta: float, tool_seconds: float) -> float:

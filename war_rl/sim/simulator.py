@@ -95,6 +95,8 @@ class _Live:
     turn: int = 0
     context: int = 0
     fed: int = 0
+    hashes: Sequence[int] = ()
+    """Of all its blocks, to its end."""
 
 
 @dataclass(slots=True)
@@ -263,9 +265,10 @@ class Simulation:
         key = encode_request_id(work.id, live.turn)
         self._turns[key] = _Turn(live, live.context, asked=self.now)
         size = self.setup.engine.block_size
-        request = TurnRequest(
-            key, work.id, live.turn, live.context, work.turns[live.turn].model, work.hashes(live.context // size)
-        )
+        if not live.turn:
+            live.hashes = work.hashes(work.context // size)
+        hashes = live.hashes[: live.context // size]
+        request = TurnRequest(key, work.id, live.turn, live.context, work.turns[live.turn].model, hashes)
         self._tell("submit", request)
         self.router.submit(request, self.now)
         self._plan_wake()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,8 +55,9 @@ class SimTrajectory:
     def generated(self) -> int:
         return sum(t.model for t in self.turns)
 
-    def hashes(self, blocks: int) -> tuple[int, ...]:
-        """Identities of its first ``blocks`` blocks, as the scheduler's clients send them."""
+    def hashes(self, blocks: int) -> array[int]:
+        """Identities of its first ``blocks`` blocks, as the scheduler's clients send them, but packed: there are many
+        turns, and what they share would be copied number by number."""
         parts, left = [], blocks
         for segment, size in self.path:
             if left <= 0:
@@ -63,7 +65,7 @@ class SimTrajectory:
             first = segment << SEGMENT_BITS
             parts.append(range(first, first + min(size, left)))
             left -= size
-        return tuple(chain.from_iterable(parts))
+        return array("q", chain.from_iterable(parts))
 
 
 def working_set(trajectories: Sequence[SimTrajectory], block: int) -> int:

@@ -136,7 +136,7 @@ class CostPolicy(Policy):
         self, turn: TurnView, home: ReplicaView, context: Context
     ) -> tuple[ReplicaView, dict[str, float]] | None:
         """A drafting replica on which the rest of the trajectory would be enough faster to pay for moving there."""
-        if home.can_draft or not context.any_open or not context.may_migrate(turn):
+        if home.can_draft or not context.any_drafter or not context.any_open or not context.may_migrate(turn):
             return None
         if next(context.fresh(), None) is not None:
             return None
