@@ -615,6 +615,19 @@ def retire_after(s, request, now, seconds):
         s.reserve(p, now)
 
 
+@pytest.mark.parametrize(("drafts", "most"), [(False, 2), (True, 4)])
+def test_between_equals_the_one_with_fewer_siblings_is_chosen_where_nobody_drafts(drafts, most):
+    s = GlobalScheduler(SchedulerConfig(prior_prefill_tokens_per_s=1e9))
+    for i in range(2):
+        s.add_replica(ReplicaInfo(f"r{i}", 100_000, BLOCK, can_draft=drafts), 0.0)
+    # Two groups whose members come by turns: taken by turns too, each group would live on a replica of its own.
+    homes = {"a": Counter(), "b": Counter()}
+    for session in range(4):
+        for group, home in zip("ab", go(s, 0.0, turn("a", session), turn("b", session)), strict=True):
+            homes[group][home] += 1
+    assert max(homes["a"].values()) == max(homes["b"].values()) == most
+
+
 def test_the_tail_moves_to_the_replica_that_drafts_when_it_is_measured_faster():
     assert tail(mixed("cost", migrate_margin_s=0.1), seconds_0=5.0, seconds_1=1.0) == "r1"
 

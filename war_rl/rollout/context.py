@@ -145,6 +145,9 @@ class Context(Protocol):
     def cached(self, turn: TurnView, replica: ReplicaView) -> int:
         """Prompt tokens the replica's cache would serve."""
 
+    def siblings(self, turn: TurnView, replica: ReplicaView) -> int:
+        """Members of its group that live there, itself included."""
+
     def tree_size(self, replica: ReplicaView) -> int:
         """KV blocks the replica holds."""
 

@@ -205,6 +205,9 @@ class Planner:
             coming = max(coming, _known(hashes, self._coming[target.id]) * size)
         return max(held, min(coming, (request.prompt_tokens - 1) // size * size)) if coming else held
 
+    def siblings(self, turn: TurnView, replica: ReplicaView) -> int:
+        return cast(ReplicaState, replica).shared.members(_state(turn).trajectory.group)
+
     def tree_size(self, replica: ReplicaView) -> int:
         return cast(ReplicaState, replica).residency.resident_blocks
 

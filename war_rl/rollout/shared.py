@@ -63,6 +63,11 @@ class SharedPrompts:
             return min(known.covered, tokens)
         return _same(known.hashes, 0, len(known.hashes), hashes, 0) * self._block
 
+    def members(self, group: GroupId) -> int:
+        """How many of the group live there."""
+        claim = self._groups.get(group)
+        return claim.members if claim is not None else 0
+
     def price(self, group: GroupId, hashes: Sequence[int], tokens: int) -> int:
         """Tokens that claiming this first prompt would add. Changes nothing."""
         if group in self._groups:

@@ -74,7 +74,7 @@ def test_the_load_test_drives_what_it_says(ray):
     result = measure(start_router(), rate=100.0, seconds=1.0, prompt_tokens=256, clients=2)
     assert result["turns"] > 50 and 0.0 < result["trip_p50_ms"] <= result["trip_p99_ms"] <= result["trip_max_ms"]
     assert 0.0 < result["router"]["loop_cores"] < result["router"]["cores"] and len(result["clients"]) == 2
-    assert result["bottleneck"]
+    assert result["bottleneck"] and 0.0 < result["floor_p50_ms"] <= result["floor_p99_ms"]
 
 
 def test_a_router_that_is_killed_is_found_out(ray):

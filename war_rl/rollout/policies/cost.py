@@ -171,7 +171,7 @@ class CostPolicy(Policy):
         room = context.open_replicas(turn)
         loads = context.load_costs(turn, room)
         costs: dict[str, float] = {}
-        seen: list[tuple[bool, int, int, float, ReplicaView]] = []
+        seen: list[tuple[bool, int, int, int, float, ReplicaView]] = []
         best = limit = math.inf
         order = sorted((load, r.last_first, i, r) for i, (load, r) in enumerate(zip(loads, room, strict=True)))
         for load, recent, i, replica in order:
@@ -186,8 +186,9 @@ class CostPolicy(Policy):
                 best, limit = total, total * (1.0 + TIE) + TIE_SECONDS
             if total <= limit:
                 costs[replica.id] = total
-                seen.append((not replica.can_draft, recent, i, total, replica))
-        for _, _, _, total, replica in sorted(seen):
+                siblings = 0 if context.any_drafter else context.siblings(turn, replica)
+                seen.append((not replica.can_draft, siblings, recent, i, total, replica))
+        for _, _, _, _, total, replica in sorted(seen):
             if total <= limit and context.admits(turn, replica):
                 context.place(turn, replica, reason, costs)
                 return True
@@ -198,9 +199,10 @@ UPROOT_SECONDS = 0.05
 """Prefill that a turn which must wait may lose by a move that is free. Unit: seconds."""
 TIE, TIE_SECONDS = 0.02, 0.002
 """Costs that differ by less than this share and these seconds are equal. Of equals, a replica that drafts takes it,
-then the one chosen longest ago.
+then, where no replica drafts, the one with the fewest siblings, then the one chosen longest ago.
 
-To spread a group between equals, for its members are alike in length, was tried: the replicas were more even, but
-siblings no longer saw each other's text as it was written, and more engine steps were needed (500 against 475)."""
+Members of a group are alike in length: a long one that lives on one replica is what the step waits for. Where drafts
+are made, spreading was tried: the replicas were more even, but siblings no longer saw each other's text as it was
+written, and more engine steps were needed (500 against 475)."""
 LOOK = 4
 """How many blocked turns of one replica, and how many targets for each, are looked at in one decision."""

@@ -4,8 +4,9 @@
 An open loop of turns through a real router actor, from client processes of their own as verl's agent-loop workers are;
 the engines are imagined. Turns come when they are due, whether or not earlier ones were answered: on average ``rate``
 per second, and in the time of one trajectory's share at most twice as many turns as a trajectory has. A round trip is
-the time from asking for a replica to having it, for turns that may start at once. Starts a Ray of its own unless one
-runs.
+the time from asking for a replica to having it, for turns that may start at once. ``floor_*`` are those of the same
+turns to an actor that decides nothing, measured first: what Ray and the machine take. Starts a Ray of its own unless
+one runs.
 """
 
 from __future__ import annotations
@@ -91,12 +92,40 @@ class WatchedRouter(Router):
         return self._watch.stop()
 
 
+class Echo:
+    """An actor that decides nothing: what remains of a round trip is Ray's and the machine's."""
+
+    async def answer(self, client: str, request: TurnRequest) -> str:
+        """The turn's key."""
+        return request.key
+
+
+class EchoLink:
+    """A :class:`RouterLink` to an :class:`Echo`: one call for each turn, nothing for its end."""
+
+    def __init__(self, echo: Any, client: str) -> None:
+        self._echo, self._client = echo, client
+        self.counters: dict[str, float] = {}
+
+    async def acquire(self, request: TurnRequest) -> None:
+        await self._echo.answer.remote(self._client, request)
+
+    def release(self, key: str, result: TurnResult) -> None: ...
+
+    def finish(self, trajectory: TrajectoryId) -> None: ...
+
+    async def flush(self) -> None: ...
+
+
 class LoadClient:
     """One client process."""
 
-    async def run(self, router: Any, plan: Plan) -> dict[str, Any]:
-        """Play the plan. Returns ``trips`` and ``late`` (seconds), ``watch``, and what the link counted."""
-        link = RouterLink(router, client_name())
+    async def run(self, router: Any, plan: Plan, echo: bool = False) -> dict[str, Any]:
+        """Play the plan. Returns ``trips`` and ``late`` (seconds), ``watch``, and what the link counted.
+
+        ``echo``: the router is an :class:`Echo`.
+        """
+        link: RouterLink | EchoLink = (EchoLink if echo else RouterLink)(router, client_name())
         began = time.perf_counter()
         tasks = [asyncio.ensure_future(_trajectory(link, plan, n, at + began)) for n, at in enumerate(starts(plan))]
         await asyncio.sleep(WARMUP_S)
@@ -122,7 +151,9 @@ def starts(plan: Plan) -> list[float]:
     return [i * every for i in range(int((WARMUP_S + plan.seconds) / every))]
 
 
-async def _trajectory(link: RouterLink, plan: Plan, number: int, start: float) -> list[tuple[float, float, float]]:
+async def _trajectory(
+    link: RouterLink | EchoLink, plan: Plan, number: int, start: float
+) -> list[tuple[float, float, float]]:
     """All turns of one trajectory: when each was due, asked for and granted."""
     rng = random.Random(f"{plan.client}/{number}")
     name = f"{plan.client}-{number // 8}"
@@ -159,13 +190,17 @@ def start_router(replicas: int = 2, kv_tokens: int = 10_000_000, **scheduler: An
 
 
 def measure(router: Any, rate: float, seconds: float, prompt_tokens: int = 1024, clients: int = 2) -> dict[str, Any]:
-    """Drive ``rate`` turns per second from ``clients`` processes; the report, see the module."""
+    """Drive ``rate`` turns per second from ``clients`` processes, first to an actor that decides nothing (``floor_*``:
+    its round trips), then to the router; the report, see the module."""
     import ray
 
     workers = [ray.remote(num_cpus=0)(LoadClient).remote() for _ in range(clients)]
     plans = [Plan(rate / clients, seconds, prompt_tokens, i) for i in range(clients)]
+    echo = ray.remote(num_cpus=0, max_concurrency=MAX_CALLS)(Echo).remote()
     # Processes are there and have imported everything before the first turn.
-    ray.get([worker.__ray_ready__.remote() for worker in workers])
+    ray.get([actor.__ray_ready__.remote() for actor in (*workers, echo)])
+    floor = ray.get([worker.run.remote(echo, plan, True) for worker, plan in zip(workers, plans, strict=True)])
+    ray.kill(echo)
     runs = [worker.run.remote(router, plan) for worker, plan in zip(workers, plans, strict=True)]
     time.sleep(WARMUP_S)
     ray.get(router.watch.remote())
@@ -173,7 +208,8 @@ def measure(router: Any, rate: float, seconds: float, prompt_tokens: int = 1024,
     time.sleep(seconds)
     after = psutil.cpu_times()
     watched = ray.get(router.watched.remote())
-    return report(rate, ray.get(runs), watched, _busy_cores(before, after))
+    trips = quantiles("floor", [trip for client in floor for trip in client["trips"]])
+    return report(rate, ray.get(runs), watched, _busy_cores(before, after)) | trips
 
 
 def report(
