@@ -33,6 +33,10 @@ OUTPUT_STEPS = 20
 """Blocked turns are looked at anew where the expected output of a turn has changed by one part in so many."""
 THETA_STEPS = 20
 """Idle promises decay in this many steps per usual tool time."""
+ALIKE = 0.5
+"""What a sibling counts for beyond itself while lengths are unknown, as a share of the expected tokens: of two
+trajectories of independent, exponentially distributed length the shorter one has half of the mean (exactly), of two
+siblings that are alike the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Planner:
         self._coming: dict[str, set[int]] = {}
         """By replica, the blocks of the first prompts placed there: other groups may share their beginning."""
         self._covers: dict[TrajectoryState, int] = {}
+        self._kin_of: TrajectoryState | None = None
+        self._kin: dict[ReplicaState, int] = {}
         self._resumed_left: dict[str, int] = {}
         self._known: dict[str, _Facts] = {}
         self._looking: set[str] = set()
@@ -324,13 +330,17 @@ class Planner:
     def load_costs(self, turn: TurnView, replicas: Sequence[ReplicaView]) -> list[float]:
         trajectory, now = _state(turn).trajectory, self.now
         output, home = self._facts(_state(turn)).remaining.output_tokens, trajectory.home
+        siblings = self._siblings_of(trajectory)
         costs = []
         for target in cast(Sequence[ReplicaState], replicas):
             if target is home or target.running >= target.slots:
                 costs.append(self.load_cost(turn, target))
                 continue
             beside, work, queue = output * target.admitted, target.work, target.prefill_free_at - now
-            interference = target.rates.interference * (beside if beside < work else work)
+            slowed = beside if beside < work else work
+            if siblings:
+                slowed += ALIKE * output * siblings.get(target, 0)
+            interference = target.rates.interference * slowed
             costs.append(queue + interference if queue > 0.0 else interference)
         return costs
 
@@ -422,6 +432,7 @@ class Planner:
         busy_until = max(self.now, target.prefill_free_at)
         target.prefill_free_at = busy_until + (request.prompt_tokens - cached) * target.rates.prefill
         self._homes[trajectory] = target
+        self._kin_of = None
         self._look_whether_open(target)
         if home is not None and home is not target:
             self._look_whether_open(home)
@@ -485,8 +496,27 @@ class Planner:
         if trajectory.home is target:
             others -= 1
             work -= trajectory.work
-        beside = self._facts(turn).remaining.output_tokens * others
-        return target.rates.interference * (beside if beside < work else work)
+        output = self._facts(turn).remaining.output_tokens
+        beside = output * others
+        slowed = beside if beside < work else work
+        return target.rates.interference * (slowed + ALIKE * output * self._siblings_of(trajectory).get(target, 0))
+
+    def _siblings_of(self, trajectory: TrajectoryState) -> Mapping[ReplicaState, int]:
+        """Where how many of its siblings live, for a new trajectory; nothing where that does not matter.
+
+        Members of a group are alike in length: where one is long, all are, and the replica that has most of them is
+        what the step waits for. Until the group is known, each that lives there counts for more than itself. Where
+        drafts are made, siblings that see each other's text as it is written are worth more than that.
+        """
+        if trajectory.ran or self._owner.any_drafter or self._owner.progress.probed(trajectory.group):
+            return {}
+        if self._kin_of is not trajectory:
+            self._kin_of, self._kin = trajectory, {}
+            for sibling in self._owner.siblings(trajectory):
+                home = self._homes.get(sibling, sibling.home)
+                if home is not None:
+                    self._kin[home] = self._kin.get(home, 0) + 1
+        return self._kin
 
     def _save(self, replica: ReplicaState) -> None:
         if replica.id not in self._saved:

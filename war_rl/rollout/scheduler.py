@@ -401,6 +401,11 @@ class GlobalScheduler:
         """Turns that wait or run."""
         return len(self._turns)
 
+    def siblings(self, trajectory: TrajectoryState) -> list[TrajectoryState]:
+        """The other live members of its group."""
+        members = self._groups[trajectory.group].members
+        return [self._trajectories[member] for member in members if member != trajectory.id]
+
     def why_waiting(self, key: str, now: float) -> str:
         """Why a waiting turn does not run now, for people; "" for one that does not wait. Changes nothing."""
         turn = self.queue.all.get(key)
