@@ -330,7 +330,7 @@ class Planner:
     def load_costs(self, turn: TurnView, replicas: Sequence[ReplicaView]) -> list[float]:
         trajectory, now = _state(turn).trajectory, self.now
         output, home = self._facts(_state(turn)).remaining.output_tokens, trajectory.home
-        siblings = self._siblings_of(trajectory)
+        siblings = self._siblings_of(_state(turn))
         costs = []
         for target in cast(Sequence[ReplicaState], replicas):
             if target is home or target.running >= target.slots:
@@ -499,16 +499,17 @@ class Planner:
         output = self._facts(turn).remaining.output_tokens
         beside = output * others
         slowed = beside if beside < work else work
-        return target.rates.interference * (slowed + ALIKE * output * self._siblings_of(trajectory).get(target, 0))
+        return target.rates.interference * (slowed + ALIKE * output * self._siblings_of(turn).get(target, 0))
 
-    def _siblings_of(self, trajectory: TrajectoryState) -> Mapping[ReplicaState, int]:
+    def _siblings_of(self, turn: TurnState) -> Mapping[ReplicaState, int]:
         """Where how many of its siblings live, for a new trajectory; nothing where that does not matter.
 
         Members of a group are alike in length: where one is long, all are, and the replica that has most of them is
-        what the step waits for. Until the group is known, each that lives there counts for more than itself. Where
+        what the step waits for. While lengths are unknown, each that lives there counts for more than itself. Where
         drafts are made, siblings that see each other's text as it is written are worth more than that.
         """
-        if trajectory.ran or self._owner.any_drafter or self._owner.progress.probed(trajectory.group):
+        trajectory = turn.trajectory
+        if trajectory.ran or self._owner.any_drafter or self._facts(turn).remaining.source != "workload":
             return {}
         if self._kin_of is not trajectory:
             self._kin_of, self._kin = trajectory, {}
