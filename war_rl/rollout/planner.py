@@ -70,12 +70,13 @@ class Planner:
         self._homes: dict[TrajectoryState, ReplicaState] = {}
         self._claimed: list[tuple[ReplicaState, GroupId]] = []
         self._begun: list[tuple[ReplicaState, GroupId]] = []
-        self._siblings: dict[tuple[str, GroupId], int] = {}
+        self._first_prompts: dict[tuple[str, GroupId], int] = {}
         self._coming: dict[str, set[int]] = {}
         """By replica, the blocks of the first prompts placed there: other groups may share their beginning."""
         self._covers: dict[TrajectoryState, int] = {}
         self._kin_of: TrajectoryState | None = None
         self._kin: dict[ReplicaState, int] = {}
+        """How many siblings of that trajectory live where; until one is placed."""
         self._resumed_left: dict[str, int] = {}
         self._known: dict[str, _Facts] = {}
         self._looking: set[str] = set()
@@ -205,7 +206,7 @@ class Planner:
         request = turn.request
         hashes = self._owner.hashes_of(request, target)
         held = target.residency.match(hashes, request.prompt_tokens, request.trajectory)
-        coming = self._siblings.get((target.id, state.trajectory.group), 0) if self._siblings else 0
+        coming = self._first_prompts.get((target.id, state.trajectory.group), 0) if self._first_prompts else 0
         size = target.info.block_size
         if target.id in self._coming:
             coming = max(coming, _known(hashes, self._coming[target.id]) * size)
@@ -453,7 +454,7 @@ class Planner:
         hashes, tokens = self._owner.first_prompt(turn)
         covered = target.shared.claim(group, hashes, tokens)
         self._claimed.append((target, group))
-        self._siblings[(target.id, group)] = covered
+        self._first_prompts[(target.id, group)] = covered
         self._coming.setdefault(target.id, set()).update(hashes)
         return covered
 

@@ -21,7 +21,8 @@ class CostPolicy(Policy):
        any more, so that it would be computed anew anywhere.
     2. Turns whose replica is lost or draining: to the cheapest replica that admits them.
     3. New trajectories that have waited ``max_wait_s``, oldest first; then one probe per group; then longest expected
-       first. Each goes to the cheapest replica that admits it. Where the first finds no room, none overtakes it.
+       first. Each goes to the cheapest replica that admits it; siblings count for more there where nobody drafts and
+       lengths are unknown. Where the first finds no room, none overtakes it.
 
     In the tail (no new trajectory waits) a trajectory also moves, within the same bounds, from a replica that cannot
     draft to one that does, if its measured rates make that pay over the output still expected.
