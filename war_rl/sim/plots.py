@@ -53,11 +53,12 @@ def plot_experiment(name: str, rows: Sequence[dict[str, Any]], folder: Path) -> 
     axis.axhline(1.0, color="#555555", lw=0.8)
     axis.set_ylabel(f"throughput / {base}")
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=7, frameon=False)
+        # Above the lines, wherever they run.
+        axis.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=3)
     axis.grid(alpha=0.25)
     figure.tight_layout()
     out = folder / f"{name}.png"
-    figure.savefig(out, dpi=90)
+    figure.savefig(out, dpi=90, bbox_inches="tight")
     plt.close(figure)
     return out
 
