@@ -108,3 +108,20 @@ class PromptHasher:
         start, end = block * self.block_size, (block + 1) * self.block_size
         inside = [s for s in spans if s.start < end and start < s.start + s.length]
         return b"".join(f"|{s.start - start}:{s.key}".encode() for s in inside)
+
+
+def same_blocks(known: Sequence[int], start: int, size: int, hashes: Sequence[int], at: int) -> int:
+    """How many of the ``size`` blocks of ``known`` from ``start`` are those of ``hashes`` from ``at``.
+
+    Hashes are chained: one equal hash proves all before it.
+    """
+    low, high = 0, min(size, len(hashes) - at)
+    if high and known[start + high - 1] == hashes[at + high - 1]:
+        return high
+    while low < high:
+        middle = (low + high) // 2
+        if known[start + middle] == hashes[at + middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -18,6 +18,7 @@ from war_rl.rollout.state import (
     ReplicaState,
     TrajectoryState,
     TurnState,
+    expected_output,
     is_open,
     need,
 )
@@ -74,9 +75,6 @@ class Planner:
         self._coming: dict[str, set[int]] = {}
         """By replica, the blocks of the first prompts placed there: other groups may share their beginning."""
         self._covers: dict[TrajectoryState, int] = {}
-        self._kin_of: TrajectoryState | None = None
-        self._kin: dict[ReplicaState, int] = {}
-        """How many siblings of that trajectory live where; until one is placed."""
         self._resumed_left: dict[str, int] = {}
         self._known: dict[str, _Facts] = {}
         self._looking: set[str] = set()
@@ -193,10 +191,7 @@ class Planner:
         return known
 
     def _expected(self, turn: TurnState) -> int:
-        """Tokens that the turn is expected to generate, at least 1: the owner's ``expected_output``, read once."""
-        request = turn.request
-        expected = self._outputs[request.trajectory.validate]
-        return min(expected, request.max_tokens) if request.max_tokens > 0 else expected
+        return expected_output(turn.request, self._outputs)
 
     def group_turns(self, turn: TurnView) -> float:
         return self._owner.progress.group_turns(_state(turn).trajectory.group)
@@ -329,19 +324,17 @@ class Planner:
         return self._queue(target, ahead) + self._interference(_state(turn), target)
 
     def load_costs(self, turn: TurnView, replicas: Sequence[ReplicaView]) -> list[float]:
-        trajectory, now = _state(turn).trajectory, self.now
-        output, home = self._facts(_state(turn)).remaining.output_tokens, trajectory.home
-        siblings = self._siblings_of(_state(turn))
+        state, now = _state(turn), self.now
+        output, home = self._facts(state).remaining.output_tokens, state.trajectory.home
+        alike, group = self._alike(state), state.trajectory.group
         costs = []
         for target in cast(Sequence[ReplicaState], replicas):
             if target is home or target.running >= target.slots:
                 costs.append(self.load_cost(turn, target))
                 continue
-            beside, work, queue = output * target.admitted, target.work, target.prefill_free_at - now
-            slowed = beside if beside < work else work
-            if siblings:
-                slowed += ALIKE * output * siblings.get(target, 0)
-            interference = target.rates.interference * slowed
+            siblings = alike * target.shared.members(group) if alike else 0.0
+            interference = self._slowdown(target, output, target.admitted, target.work, siblings)
+            queue = target.prefill_free_at - now
             costs.append(queue + interference if queue > 0.0 else interference)
         return costs
 
@@ -433,7 +426,6 @@ class Planner:
         busy_until = max(self.now, target.prefill_free_at)
         target.prefill_free_at = busy_until + (request.prompt_tokens - cached) * target.rates.prefill
         self._homes[trajectory] = target
-        self._kin_of = None
         self._look_whether_open(target)
         if home is not None and home is not target:
             self._look_whether_open(home)
@@ -497,28 +489,23 @@ class Planner:
         if trajectory.home is target:
             others -= 1
             work -= trajectory.work
-        output = self._facts(turn).remaining.output_tokens
-        beside = output * others
-        slowed = beside if beside < work else work
-        return target.rates.interference * (slowed + ALIKE * output * self._siblings_of(turn).get(target, 0))
+        siblings = self._alike(turn) * target.shared.members(trajectory.group)
+        return self._slowdown(target, self._facts(turn).remaining.output_tokens, others, work, siblings)
 
-    def _siblings_of(self, turn: TurnState) -> Mapping[ReplicaState, int]:
-        """Where how many of its siblings live, for a new trajectory; nothing where that does not matter.
+    def _slowdown(self, target: ReplicaState, output: float, others: int, work: float, siblings: float) -> float:
+        """See :meth:`_interference`; ``siblings``: what those of its group count for beyond themselves."""
+        beside = output * others
+        return target.rates.interference * ((beside if beside < work else work) + output * siblings)
+
+    def _alike(self, turn: TurnState) -> float:
+        """What a sibling counts for beyond itself where this trajectory begins, as a share of its tokens.
 
         Members of a group are alike in length: where one is long, all are, and the replica that has most of them is
-        what the step waits for. While lengths are unknown, each that lives there counts for more than itself. Where
-        drafts are made, siblings that see each other's text as it is written are worth more than that.
+        what the step waits for. Where lengths are known that is seen without this, and where drafts are made, siblings
+        that see each other's text as it is written are worth more than that.
         """
-        trajectory = turn.trajectory
-        if trajectory.ran or self._owner.any_drafter or self._facts(turn).remaining.source != "workload":
-            return {}
-        if self._kin_of is not trajectory:
-            self._kin_of, self._kin = trajectory, {}
-            for sibling in self._owner.siblings(trajectory):
-                home = self._homes.get(sibling, sibling.home)
-                if home is not None:
-                    self._kin[home] = self._kin.get(home, 0) + 1
-        return self._kin
+        unknown = not turn.trajectory.ran and self._facts(turn).remaining.source == "workload"
+        return ALIKE if unknown and not self._owner.any_drafter else 0.0
 
     def _save(self, replica: ReplicaState) -> None:
         if replica.id not in self._saved:

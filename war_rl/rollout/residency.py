@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from war_rl.rollout.blocks import same_blocks
 from war_rl.types import TrajectoryId
 
 _MASK = (1 << 63) - 1
@@ -186,20 +187,10 @@ class Residency:
 
     @staticmethod
     def _same(run: _Run, hashes: Sequence[int], start: int) -> int:
-        """How many of the run's blocks the prompt shares. Hashes are chained: one equal hash proves all before it."""
+        """How many of the run's blocks the prompt shares."""
         assert run.hashes is not None
-        high = min(run.size, len(hashes) - start)
-        if run.hashes[high - 1] == hashes[start + high - 1]:
-            return high
-        low = 1
-        high -= 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if run.hashes[middle - 1] == hashes[start + middle - 1]:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        # The first one is its key, by which it was found.
+        return max(1, same_blocks(run.hashes, 0, run.size, hashes, start))
 
     def _split(self, run: _Run, at: int) -> _Run:
         """Cut a run in two; returns the new head. The old object becomes the tail and keeps its place in the queue."""

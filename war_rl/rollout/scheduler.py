@@ -22,7 +22,16 @@ from war_rl.rollout.outlook import seconds_left
 from war_rl.rollout.planner import Planner
 from war_rl.rollout.policies import make_policy
 from war_rl.rollout.progress import Progress, Remaining
-from war_rl.rollout.state import Placement, ReplicaInfo, ReplicaState, TrajectoryState, TurnState, is_open, need
+from war_rl.rollout.state import (
+    Placement,
+    ReplicaInfo,
+    ReplicaState,
+    TrajectoryState,
+    TurnState,
+    expected_output,
+    is_open,
+    need,
+)
 from war_rl.rollout.stats import QueueTimes, StepStats
 from war_rl.rollout.waiting import Waiting
 from war_rl.types import GroupId, TrajectoryId, TurnRequest, TurnResult
@@ -401,11 +410,6 @@ class GlobalScheduler:
         """Turns that wait or run."""
         return len(self._turns)
 
-    def siblings(self, trajectory: TrajectoryState) -> list[TrajectoryState]:
-        """The other live members of its group."""
-        members = self._groups[trajectory.group].members
-        return [self._trajectories[member] for member in members if member != trajectory.id]
-
     def why_waiting(self, key: str, now: float) -> str:
         """Why a waiting turn does not run now, for people; "" for one that does not wait. Changes nothing."""
         turn = self.queue.all.get(key)
@@ -439,8 +443,7 @@ class GlobalScheduler:
 
     def expected_output(self, turn: TurnRequest) -> int:
         """Tokens the turn is expected to generate, at least 1."""
-        expected = max(1, int(self.progress.turn_output[turn.trajectory.validate].mean))
-        return min(expected, turn.max_tokens) if turn.max_tokens > 0 else expected
+        return expected_output(turn, self.mean_outputs)
 
     def remaining(self, turn: TurnState) -> Remaining:
         """What the turn's trajectory still has before it, this turn included."""

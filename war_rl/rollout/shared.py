@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from war_rl.rollout.blocks import same_blocks
 from war_rl.types import GroupId
 
 
@@ -61,7 +62,7 @@ class SharedPrompts:
         if not known.hashes or not hashes:
             # Without hashes on both sides, the members of a group are taken at their word: one prompt.
             return min(known.covered, tokens)
-        return _same(known.hashes, 0, len(known.hashes), hashes, 0) * self._block
+        return same_blocks(known.hashes, 0, len(known.hashes), hashes, 0) * self._block
 
     def members(self, group: GroupId) -> int:
         """How many of the group live there."""
@@ -147,7 +148,7 @@ class SharedPrompts:
             child = stem.children.get(hashes[known])
             if child is None or child.running < running:
                 break
-            same = _same(child.hashes, child.start, child.size, hashes, known)
+            same = same_blocks(child.hashes, child.start, child.size, hashes, known)
             known, stem = known + same, child
             if same < child.size:
                 break
@@ -160,7 +161,7 @@ class SharedPrompts:
             child = stem.children.get(hashes[known])
             if child is None:
                 break
-            same = _same(child.hashes, child.start, child.size, hashes, known)
+            same = same_blocks(child.hashes, child.start, child.size, hashes, known)
             if same < child.size:
                 child = self._split(child, same)
             child.claims += 1
@@ -182,20 +183,3 @@ class SharedPrompts:
         stem.parent, stem.start, stem.size = head, stem.start + at, stem.size - at
         head.children[stem.hashes[stem.start]] = stem
         return head
-
-
-def _same(known: Sequence[int], start: int, size: int, hashes: Sequence[int], at: int) -> int:
-    """How many of the ``size`` blocks of ``known`` from ``start`` are those of ``hashes`` from ``at``.
-
-    Hashes are chained: one equal hash proves all before it.
-    """
-    low, high = 0, min(size, len(hashes) - at)
-    if high and known[start + high - 1] == hashes[at + high - 1]:
-        return high
-    while low < high:
-        middle = (low + high) // 2
-        if known[start + middle] == hashes[at + middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low

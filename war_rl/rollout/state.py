@@ -365,6 +365,12 @@ class TurnState:
     """Whether the engine's batch was full when it came: its seconds then measure a queue, not the engine's speed."""
 
 
+def expected_output(turn: TurnRequest, means: tuple[int, int]) -> int:
+    """Tokens the turn is expected to generate; ``means``: those of a turn of training and of validation, at least 1."""
+    expected = means[turn.trajectory.validate]
+    return min(expected, turn.max_tokens) if turn.max_tokens > 0 else expected
+
+
 def need(prompt_tokens: int, covered: int, expected: int) -> int:
     """KV tokens a running turn is expected to hold, beyond ``covered`` ones that its group's claim pays for."""
     return max(1, prompt_tokens - min(covered, prompt_tokens) + expected)
