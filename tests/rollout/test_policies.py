@@ -629,6 +629,15 @@ def test_between_equals_the_one_with_fewer_siblings_is_chosen_where_nobody_draft
     assert max(homes["a"].values()) == max(homes["b"].values()) == most
 
 
+def test_fewer_siblings_decide_also_where_their_cost_is_within_what_counts_as_equal():
+    s = GlobalScheduler(SchedulerConfig(prior_prefill_tokens_per_s=10.0))
+    for i in range(2):
+        s.add_replica(ReplicaInfo(f"r{i}", 1_000_000, BLOCK, can_draft=False), 0.0)
+    # Prefill of minutes: the slowdown by a sibling is far less than one part in fifty of it.
+    where = go(s, 0.0, *(turn(g, i, tokens=16_000, shared=0) for i in range(2) for g in "ab"))
+    assert where[0] != where[2] and where[1] != where[3]
+
+
 def test_groups_are_seldom_split_unevenly_where_nobody_drafts_and_lengths_are_unknown():
     uneven = 0
     for seed in range(60):
